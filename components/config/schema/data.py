@@ -446,8 +446,11 @@ class MixtureDataConfig(DataConfig):
     sources: dict[str, DataConfig] = field(default_factory=dict)
     """Sources by name. Add one with +data@data.sources.NAME=OPTION; set its keys as data.sources.NAME.KEY."""
     stages: list[StageConfig] = field(default_factory=list)
-    """Stages of one run with their own weights, lengths of rows and learning rates: [{until_step: 8000, weights: {web:
-    0.9, code: 0.1}}, {weights: {web: 0.5, code: 0.5}, lr_ratio: 0}]. []: the same in every step."""
+    """Stages of one run: [{until_step: 8000, weights: {web: 0.9, code: 0.1}}, {weights: {code: 1}, lr_ratio: 0}].
+    until_step: last step of the stage, none in the last stage; weights: shares of the rows, where a source that is not
+    named is not drawn ({}: the sources' own weights); seq_len: tokens to which rows are cut, a divisor of
+    training.seq_len; lr_ratio: learning rate of the stage's last step as a fraction of optimizer.lr, reached linearly,
+    with optimizer.schedule=constant. []: the same in every step."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
