@@ -176,8 +176,8 @@ class _Builder:
             if name in values and name not in rejected:
                 found = len(self.problems)
                 arguments[name] = self._value(values[name], hint, f"{prefix}{name}")
-                if len(self.problems) > found:
-                    rejected.append(name)
+                if len(self.problems) > found or (arguments[name] is None and isinstance(values[name], dict)):
+                    rejected.append(name)  # also a section whose only problems follow from rejected keys
         built = self._construct(schema, arguments, rejected, prefix)
         return built if len(self.problems) == before else None
 
