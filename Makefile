@@ -6,7 +6,7 @@
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make torture    the tests that take hours: 20 Slurm stops, 500 kills of whole runs and 500 inside a save, failing disks,
 #                 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs, half an hour
-#                 of faults (root)
+#                 of faults, the container image built and run (root)
 #                 parity and torture run in parts of at most two hours (PART=kills runs one), and record each result and
 #                 its commit in tests/long_runs.csv
 # make gpu        what only a GPU shows, on one GPU, in at most 7 minutes: outputs/gpu/verdict.md

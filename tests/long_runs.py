@@ -38,7 +38,8 @@ PARTS: dict[str, dict[str, list[str]]] = {
     "torture": {
         "slurm": ["tests/slurm", "--deselect=tests/slurm/test_chaos.py"],
         "slurm_chaos": ["tests/slurm/test_chaos.py"],
-        "kubernetes": ["tests/kubernetes"],
+        "kubernetes": ["tests/kubernetes", "--deselect=tests/kubernetes/test_image.py"],
+        "image": ["tests/kubernetes/test_image.py"],
         "kills": [
             "tests/distributed/test_checkpoint_kills.py",
             *("tests/unit/test_killed_starts.py", "tests/unit/test_tokenize_corpus.py"),
