@@ -29,7 +29,8 @@ from tests.config.composed import request
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
-WRITTEN = [page for page in PAGES if not page.startswith("reference/")]
+AGENTS = "../AGENTS.md"
+WRITTEN = [*(page for page in PAGES if not page.startswith("reference/")), AGENTS]
 CODE = re.compile(r"(`+)(.+?)\1")
 TOP_FOLDERS = "recipes|conf|components|meshbook|scripts|tests|slurm|k8s|docs|examples"
 SECTIONS = "|".join(sections())
@@ -122,7 +123,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, AGENTS])
 def test_links_lead_to_pages_pictures_and_headings(page: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         path, _, anchor = target.partition("#")

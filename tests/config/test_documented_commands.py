@@ -17,6 +17,7 @@ from tests.config.test_composition import RECIPES, compose
 DOCUMENTS = [
     "meshbook/__main__.py",
     "README.md",
+    "AGENTS.md",
     *(f"recipes/{name}.py" for name in ("finetune", "pretrain", "dpo", "distill", "classify", "evaluate")),
     "scripts/teacher.py",
     *(str(file.relative_to(REPOSITORY)) for file in sorted((REPOSITORY / "docs").rglob("*.md"))),
