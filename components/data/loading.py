@@ -438,9 +438,11 @@ def no_samples_problem(cfg: DataConfig, dataset: Dataset, seq_len: int, is_eval:
         other = ", or raise data.eval_fraction" if is_eval and held_out_by_hash(cfg) else ""
         return no_good_row(facts.source, dataset.bad, f"correct these{other}")
     if facts.dropped_without_target or facts.dropped_overlong:
+        flags = isinstance(cfg, ChatDataConfig) and facts.dropped_without_target
         return (
-            f"seq_len={seq_len}: too short for every sample ({facts}); raise training.seq_len (in evaluate.py "
-            "evaluation.seq_len)"
+            f"seq_len={seq_len}: too short for every sample{', or no message is trained on' * bool(flags)} ({facts}); "
+            "raise training.seq_len (in evaluate.py evaluation.seq_len)"
+            f"{', or correct the flags of the messages, such as loss or train' * bool(flags)}"
         )
     other = "data.eval_split or data.eval_path" if isinstance(cfg, RowsDataConfig) else "data.eval_split"
     if isinstance(cfg, CustomDataConfig):

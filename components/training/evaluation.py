@@ -149,7 +149,8 @@ def show_generations(
     """Generate and print answers to held-out prompts and to `generation.prompts`. A collective.
 
     Held-out prompts have the system message and tools of their sample; the others have `data.system_prompt`. Held-out
-    answers with tool calls (generation.tool_calls) are generated greedily, and only compared, not printed.
+    answers with tool calls (generation.tool_calls) are generated greedily, and only compared, not printed. Those whose
+    calls are not read back from the template's text are left out; `unread` is their share.
 
     FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
     for every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a
@@ -180,7 +181,9 @@ def show_generations(
     texts = [prompt.text for prompt in prompts]
     run.report_generations(list(zip(texts, answers, strict=True)) if answers else [])
     if called:
-        run.report_tool_calls(_tool_call_shares(tokenizer, turns, called, cfg.max_new_tokens), len(called))
+        shares = _tool_call_shares(tokenizer, turns, called, cfg.max_new_tokens)
+        calls = [prompt.calls for prompt in held_out.prompts if prompt.calls is not None]
+        run.report_tool_calls({**shares, "unread": calls.count([]) / len(calls)}, len(called))
 
 
 def _tool_call_shares(

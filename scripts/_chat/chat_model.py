@@ -97,7 +97,9 @@ def _from_adapter(source: AdapterSource, device: torch.device) -> ChatModel:
     if any((source.path / name).is_file() for name in TOKENIZER_FILES):
         cfg = replace(cfg, tokenizer=str(source.path))
     tokenizer = models.load_tokenizer(cfg)
-    base = _load(cfg, len(tokenizer), device)
+    base = _load(cfg, None, device)
+    if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # the adapter holds the rows of new tokens
+        base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads deprecated attributes of transformers
@@ -120,7 +122,7 @@ def _in_its_dtype(cfg: ModelConfig, device: torch.device) -> ModelConfig:
     return replace(cfg, dtype=DType(str(compute).removeprefix("torch.")) if narrows else stored)
 
 
-def _load(cfg: ModelConfig, tokens: int, device: torch.device) -> PreTrainedModel:
+def _load(cfg: ModelConfig, tokens: int | None, device: torch.device) -> PreTrainedModel:
     model = models.build_on_meta(cfg, tokens)
     models.materialize(model, device)
     models.fill_weights(model, cfg, seed=0)

@@ -298,12 +298,15 @@ def test_tool_calls_of_an_overfitted_model_are_right_and_those_of_a_random_one_w
         *("training.seq_len=384", "data.overlong=refuse", "optimizer.lr=1e-2", "optimizer.schedule=constant"),
     )
     first, last = bench.lines(key="tool_calls/name_accuracy")
-    shares = ("name_accuracy", "arguments_accuracy", "cut")
-    assert [first[f"tool_calls/{name}"] for name in shares] == [0, 0, 1]
-    assert [last[f"tool_calls/{name}"] for name in shares] == [1, 1, 0], trained.output
+    shares = ("name_accuracy", "arguments_accuracy", "cut", "unread")
+    assert [first[f"tool_calls/{name}"] for name in shares] == [0, 0, 1, 0]
+    assert [last[f"tool_calls/{name}"] for name in shares] == [1, 1, 0, 0], trained.output
     assert (first["step"], last["step"]) == (0, 100)
     bench.copy("evaluate.py")
     evaluated = bench.complete("run=mine", *calls, "cluster.device=cpu", "parallelism=tp2", TWO, "run.dir=evaluated")
     scores = [json.loads((bench.folder / run / "result.json").read_text())["tasks"] for run in ("mine", "evaluated")]
     assert scores[0] == scores[1] == {f"tool_calls/{name}": last[f"tool_calls/{name}"] for name in shares}
-    assert "tool_calls  name_accuracy 1.0000  arguments_accuracy 1.0000  cut 0.0000  over 4" in evaluated.output
+    assert (
+        "tool_calls  name_accuracy 1.0000  arguments_accuracy 1.0000  cut 0.0000  unread 0.0000  over 4"
+        in evaluated.output
+    )
