@@ -58,3 +58,26 @@ def test_run_killed_in_a_copy_goes_on_from_the_store(faulty_s3: S3, tmp_path: Pa
     assert sum(faulty_s3.faults().values()) > 0
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), f"{file} contains a credential"
+
+
+def test_run_starts_from_an_adapter_in_the_store(faulty_s3: S3, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(ROWS)
+    small = [*SMALL, f"data.path={tmp_path}/rows.jsonl", "peft=lora", "peft.rank=4", "optimizer.lr=1e-2"]
+    first = Command(tmp_path, tmp_path / "first", [*small, "checkpoint.remote=s3://bucket/run"])
+    ended(first.start())
+    second = Command(tmp_path, tmp_path / "second", [*small, "peft.path=s3://bucket/run/adapter"])
+    output = " ".join(ended(second.start()).split())
+    assert "adapter from s3://bucket/run/adapter, trained over these base weights" in output
+    losses = [
+        [
+            json.loads(line)["eval_loss"]
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+            if "eval_loss" in line
+        ]
+        for run in (first.run_dir, second.run_dir)
+    ]
+    assert losses[1][0] == losses[0][-1] < losses[0][0]
+    missing = Command(tmp_path, tmp_path / "third", [*small, "peft.path=s3://bucket/none"])
+    assert "peft.path=s3://bucket/none: there is no such object; give the folder of an adapter" in ended(
+        missing.start(), 2
+    )
