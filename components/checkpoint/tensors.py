@@ -1,9 +1,9 @@
 """Model and optimizer state as named tensors.
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
-of the parameter's shape or with one value per block of its rows, `counter/<quantity>/<parameter>` for scalars such as
-AdamW's step, `number/<quantity>/<parameter>` for those that are Python numbers, `average/<parameter>` for the moving
-average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks of
+of the parameter's shape or with one value per block of one of its dims, `counter/<quantity>/<parameter>` for scalars
+such as AdamW's step, `number/<quantity>/<parameter>` for those that are Python numbers, `average/<parameter>` for the
+moving average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks of
 different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank reads
 only its own tensors.
 """
@@ -42,6 +42,8 @@ _USED_STATE = {
     **dict.fromkeys(("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"), _ADAM),
     **dict.fromkeys((f"{_OURS}.optim.AdamW", f"{_OURS}.optim.AdamW8bit"), _ADAM),
     **dict.fromkeys(("torch.optim.sgd.SGD", f"{_OURS}.muon.Muon"), _MOMENTUM),
+    f"{_OURS}.muon.NorMuon": (*_MOMENTUM, "row_mean_square"),
+    f"{_OURS}.optim.Lion": ("first_moment",),
 }
 """Optimizer, with its module since a user's own may have the same name -> first characters of the names of its state,
 with that which it converts or `_check_moments` rejects."""
@@ -84,7 +86,7 @@ def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
 
     Raises:
         NotImplementedError: State that is neither a scalar, nor of the parameter's shape, nor one value per block of
-            its rows.
+            one of its dims.
     """
     tensors: Tensors = {}
     for optimizer in list_optimizers(optimizers):
@@ -217,8 +219,8 @@ def _check_moments(optimizers: Optimizers, parameters: Tensors) -> None:
 
 
 def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether state has one value per value of a parameter, or per block of values of a row."""
+    """Return whether state has one value per block of consecutive values along one dim of a parameter."""
     if value.dim() != parameter.dim() or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         return False
-    blocks, columns = value.shape[-1], parameter.shape[-1]
-    return value.shape[:-1] == parameter.shape[:-1] and blocks > 0 and columns % blocks == 0
+    pairs = [pair for pair in zip(value.shape, parameter.shape, strict=True) if pair[0] != pair[1]]
+    return len(pairs) <= 1 and all(blocks > 0 and size % blocks == 0 for blocks, size in pairs)

@@ -53,7 +53,9 @@ from components.config.schema.optimizer import (
     AdamW8bitConfig,
     AdamWConfig,
     CustomOptimizerConfig,
+    LionConfig,
     MuonConfig,
+    NorMuonConfig,
     OptimizerKind,
     SGDConfig,
 )
@@ -90,7 +92,9 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
     "optimizer": {
         OptimizerKind.adamw: AdamWConfig,
         OptimizerKind.adamw8bit: AdamW8bitConfig,
+        OptimizerKind.lion: LionConfig,
         OptimizerKind.muon: MuonConfig,
+        OptimizerKind.normuon: NorMuonConfig,
         OptimizerKind.sgd: SGDConfig,
         OptimizerKind.custom: CustomOptimizerConfig,
     },

@@ -108,7 +108,7 @@ def test_key_of_another_kind_in_a_frozen_config_is_rejected() -> None:
 
 def test_unknown_kind_is_rejected_without_further_errors() -> None:
     assert frozen_config_problems("optimizer", kind="adamww") == [
-        "optimizer.kind=adamww: must be one of adamw, adamw8bit, muon, sgd, custom; did you mean adamw?"
+        "optimizer.kind=adamww: must be one of adamw, adamw8bit, lion, muon, normuon, sgd, custom; did you mean adamw?"
     ]
     (problem,) = frozen_config_problems("data", kind="sftt")
     assert problem.startswith(
@@ -173,17 +173,19 @@ def test_keys_of_another_kind_are_rejected_with_the_option_to_choose(folders: tu
     (problem,) = problems("optimizer.momentum=0.5", folders=folders)
     assert problem == (
         "optimizer.momentum=0.5: the chosen option of optimizer has no such key; add optimizer=sgd, or another "
-        "optimizer=NAME that has it (muon, adam, mine, heavy)"
+        "optimizer=NAME that has it (muon, adam, mine, heavy, normuon)"
     )
     (problem,) = problems("optimizer=adam", folders=folders)
     assert problem.endswith(
         "optimizer/adam.yaml: optimizer.eps: optimizer of kind momentum has no such key "
-        "(kinds with this key: adamw, adamw8bit, muon)"
+        "(kinds with this key: adamw, adamw8bit, muon, normuon)"
     )
     (problem,) = problems("optimizer=headless", folders=folders)
-    assert problem.endswith("optimizer of kind adamw has no such key (kinds with this key: muon, sgd, momentum)")
+    assert problem.endswith(
+        "optimizer of kind adamw has no such key (kinds with this key: muon, normuon, sgd, momentum)"
+    )
     (problem,) = problems("optimizer=nesterov", folders=folders)
-    assert problem.endswith("(there are: adamw, adamw8bit, muon, sgd, custom, momentum)")
+    assert problem.endswith("(there are: adamw, adamw8bit, lion, muon, normuon, sgd, custom, momentum)")
     (problem,) = problems("optimizer=mine", "optimizer.momentun=1", folders=folders)
     assert problem == "optimizer.momentun=1: no such key; did you mean optimizer.momentum?"
 
@@ -200,7 +202,8 @@ def test_setting_a_kind_without_its_option_is_rejected(folders: tuple[Path, ...]
 
 
 def test_section_accepts_the_kinds_of_its_annotation(folders: tuple[Path, ...]) -> None:
-    assert list(kinds_of(OptimizerConfig)) == ["adamw", "adamw8bit", "muon", "sgd", "custom", "momentum"]
+    kinds = ["adamw", "adamw8bit", "lion", "muon", "normuon", "sgd", "custom", "momentum"]
+    assert list(kinds_of(OptimizerConfig)) == kinds
     assert list(kinds_of(AdamWConfig)) == ["adamw"]
     assert "optimizer.momentum" not in known_keys(FixedConfig)
     container = yaml.safe_load(to_yaml(compose("optimizer=mine", folders=folders)))

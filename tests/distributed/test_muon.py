@@ -1,10 +1,11 @@
-"""Muon has the same parameters on every mesh as torch.optim.Muon's arithmetic in one process."""
+"""Muon, NorMuon and Lion have the same parameters on every mesh as their arithmetic in one process."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from components import checkpoint, distributed, models, training
 from components.checkpoint.tensors import list_optimizers
-from components.config.schema.optimizer import MatrixScale, MuonConfig, NewtonSchulzDtype
+from components.config.schema.optimizer import LionConfig, MatrixScale, MuonConfig, NewtonSchulzDtype, NorMuonConfig
 from components.config.schema.run import CheckpointConfig
 from tests.distributed.parity import (
     CLIP,
@@ -38,6 +39,9 @@ CONFIG = MuonConfig(
     lr=2e-3, adamw_lr=5e-3, weight_decay=0.1, momentum=0.9, ns_dtype=NewtonSchulzDtype.float64, eps=1e-5, groups=GROUPS
 )
 """With a large eps: the gradients of key biases are zero but for rounding, which AdamW would amplify."""
+NORMALIZED = NorMuonConfig(
+    **{name: getattr(CONFIG, name) for name in MuonConfig.__dataclass_fields__ if name != "kind"}
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**MODELS["llama"], "intermediate_size": 56, "num_hidden_layers": 4},
     "phi3": {**MODELS["phi3"], "intermediate_size": 56},
@@ -92,12 +96,25 @@ def rates(name: str, lr: float, decay: float) -> tuple[float, float]:
     return (5e-3, 0.3) if "mlp" in name else (1e-3, 0.2) if "norm" in name or "ln_" in name else (lr, decay)
 
 
+def normalized(update: torch.Tensor, mean_square: torch.Tensor, cfg: NorMuonConfig) -> torch.Tensor:
+    """Equations of NorMuon's Algorithm 1 for a matrix (out, in), without 0.2 and the learning rate.
+
+    With scale=shape its norm stays, as in the authors' repository. The mean squares (out,) change in place.
+    """
+    mean_square.mul_(cfg.beta2).add_((1 - cfg.beta2) * update.square().mean(1))
+    divided = update / (mean_square.sqrt() + 1e-10)[:, None]
+    if cfg.scale is MatrixScale.shape:
+        return divided * update.norm() / divided.norm()
+    return divided * math.sqrt(divided.numel()) / divided.norm() / math.sqrt(max(divided.shape))
+
+
 class PlainMuon:
-    """Muon on unsharded parameters, one matrix after the other."""
+    """Muon or NorMuon on unsharded parameters, one matrix after the other."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], cfg: MuonConfig) -> None:
         self.parameters, self.cfg = list(parameters), cfg
         self.momentum = {name: torch.zeros_like(parameter) for name, parameter in self.parameters}
+        self.mean_squares: dict[tuple[str, int], torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -108,19 +125,45 @@ class PlainMuon:
             update = gradient.lerp(momentum, cfg.momentum)
             lr, decay = rates(name, cfg.lr, cfg.weight_decay)
             parameter.mul_(1 - lr * decay)
-            for target, direction in zip(matrices(name, parameter), matrices(name, update), strict=True):
+            pairs = zip(matrices(name, parameter), matrices(name, update), strict=True)
+            for index, (target, direction) in enumerate(pairs):
                 flat = direction.reshape(-1, direction.shape[-1])
-                rows, columns = flat.shape
+                is_transposed = "c_" in name  # GPT-2's Conv1D
+                columns, rows = flat.shape if is_transposed else flat.shape[::-1]
                 scale = 0.2 * math.sqrt(max(rows, columns))
                 if cfg.scale is MatrixScale.shape:
                     scale = math.sqrt(max(1, rows / columns))
-                target.add_(zeropower(flat, dtype).view(direction.shape), alpha=-lr * scale)
+                result = zeropower(flat, dtype)
+                if isinstance(cfg, NorMuonConfig):
+                    result = result.T if is_transposed else result
+                    old = result.new_zeros(len(result), dtype=torch.float64)
+                    result = normalized(result.double(), self.mean_squares.setdefault((name, index), old), cfg)
+                    result = (result.T if is_transposed else result).to(dtype)
+                target.add_(result.reshape(direction.shape), alpha=-lr * scale)
 
 
-def expected(plain: Any, cfg: MuonConfig) -> dict[str, torch.Tensor]:
+class PlainLion:
+    """Algorithm 2 of Chen et al. 2023 on unsharded parameters, with weight decay on matrices only."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], cfg: LionConfig) -> None:
+        self.parameters, self.cfg = parameters, cfg
+        self.moments = [torch.zeros_like(each) for each in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (beta1, beta2), lr = self.cfg.betas, self.cfg.lr
+        for parameter, moment in zip(self.parameters, self.moments, strict=True):
+            direction = (beta1 * moment + (1 - beta1) * parameter.grad).sign()
+            parameter -= lr * (direction + self.cfg.weight_decay * (parameter.dim() > 1) * parameter)
+            moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
+
+
+def expected(plain: Any, cfg: MuonConfig | LionConfig) -> dict[str, torch.Tensor]:
     """Parameters after STEPS steps in one process."""
     model = copy.deepcopy(plain).train()
     named = list(model.named_parameters())
+    lion = PlainLion([p for _, p in named], cfg) if isinstance(cfg, LionConfig) else None
+    cfg = CONFIG if isinstance(cfg, LionConfig) else cfg
     muon = PlainMuon([(n, p) for n, p in named if is_matrix(n, p)], cfg)
     others = [(n, p) for n, p in named if not is_matrix(n, p)]
     groups = []
@@ -137,13 +180,13 @@ def expected(plain: Any, cfg: MuonConfig) -> dict[str, torch.Tensor]:
             (F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count).backward()
         norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
-        muon.step()
-        adamw.step()
+        for optimizer in (muon, adamw) if lion is None else (lion,):
+            optimizer.step()
     return {name: parameter.detach() for name, parameter in named}
 
 
 def train(
-    rank_model: Any, case: Case, cfg: MuonConfig, steps: range = range(STEPS), folder: Path | None = None
+    rank_model: Any, case: Case, cfg: MuonConfig | LionConfig, steps: range = range(STEPS), folder: Path | None = None
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the full parameters of this rank after some steps, and the parameters that Muon trained.
 
@@ -247,17 +290,52 @@ def test_parameters_equal_those_of_one_process(world: int) -> None:
     assert not problems, "\n".join(sorted(set(problems)))
 
 
-def test_momentum_is_loaded_on_any_mesh(tmp_path: Path) -> None:
+NORMALIZED_MESHES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [("phi3", {**FSDP2, "tp": 2}), ("gpt2", {**FSDP2, "tp": 2}), ("mixtral", {**ONE, "ep": 2, "tp": 2})],
+}
+if PARITY:
+    NORMALIZED_MESHES = {world: [(name, axes) for name, axes in cases] for world, cases in MESHES.items()}
+
+
+@pytest.mark.parametrize("world", NORMALIZED_MESHES)
+def test_normalized_rows_equal_those_of_one_process(world: int) -> None:
+    """NorMuon in float64, with both scales: fused projections, matrices (in, out), experts, and columns over tp."""
+    cases = NORMALIZED_MESHES[world]
+    plain = {name: build(name, torch.float64, FAMILIES[name]) for name, _ in cases}
+    configs = [NORMALIZED, replace(NORMALIZED, scale=MatrixScale.shape, lr=2e-2)]
+    names = [{name for name, _ in cases[index::2]} for index in range(2)]
+    curves = [{name: expected(plain[name], cfg) for name in names[index]} for index, cfg in enumerate(configs)]
+    without = {name: expected(plain[name], CONFIG) for name in plain}
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for index, (name, axes) in enumerate(cases):
+            cfg, curve = configs[index % 2], curves[index % 2]
+            got, by_muon = train(plain[name], Case(name, axes, accumulation=2, steps=STEPS), cfg)
+            for parameter, value in got.items():
+                error = ((value - curve[name][parameter]).norm() / curve[name][parameter].norm()).item()
+                if not error < 1e-12:
+                    problems.append(f"{name} {axes} {cfg.scale}: {parameter} is off by {error:.1e}")
+            if not all((got[each] - without[name][each]).norm() > 1e-4 for each in by_muon):
+                problems.append(f"{name} {axes} {cfg.scale}: the same as Muon")
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+@pytest.mark.parametrize("cfg", [CONFIG, NORMALIZED, LionConfig(lr=2e-3, weight_decay=0.5)], ids=lambda cfg: cfg.kind)
+def test_momentum_is_loaded_on_any_mesh(cfg: MuonConfig | LionConfig, tmp_path: Path) -> None:
     """Saved on one mesh after every step and loaded on the next: the parameters of an uninterrupted run."""
     plain = build("mixtral", torch.float64, FAMILIES["mixtral"])
-    reference = expected(plain, CONFIG)
-    runs = [(2, {**ONE, "ep": 2}), (2, {**FSDP2}), (1, SINGLE), (2, {**ONE, "pp": 2})]
+    reference = expected(plain, cfg)
+    runs = [(2, {**ONE, "ep": 2}), (2, {**ONE, "tp": 2}), (1, SINGLE), (2, {**ONE, "pp": 2})]
     assert len(runs) == STEPS
     for step, (world, axes) in enumerate(runs):
         case = Case("mixtral", axes, accumulation=2, steps=STEPS)
 
         def body(rank: int, case: Case, step: int) -> dict[str, torch.Tensor]:
-            return train(plain, case, CONFIG, range(step, step + 1), tmp_path)[0]
+            return train(plain, case, cfg, range(step, step + 1), tmp_path)[0]
 
         results = run_ranks(world, body, case, step)
     found = {name: value for each in results for name, value in each.items()}
@@ -294,6 +372,32 @@ def test_equals_torch_muon_in_one_process(dtype: torch.dtype) -> None:
             reference.step()
         for name in names:
             assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
+
+
+def test_mean_squares_keep_their_precision_among_bfloat16_directions() -> None:
+    """float32 numbers are exchanged as the bits of two bfloat16 ones; those rounded to bfloat16 would be 0.4 % off."""
+    model = build("gpt2", torch.float32, FAMILIES["gpt2"])
+    cfg = NorMuonConfig(lr=0.02)
+    prepared = training.Prepared(model, training.StepSettings(device=CPU), anatomy=models.read_anatomy(model))
+    (muon, _) = list_optimizers(training.build_optimizer(prepared, cfg))
+    name = "transformer.h.0.attn.c_attn.weight"  # (in, out)
+    parameter = model.get_parameter(name)
+    before, momentum = parameter.detach().clone(), torch.zeros_like(parameter)
+    mean_squares = torch.zeros(3, 32)
+    for step in range(3):
+        for each in muon.param_groups[0]["params"]:
+            each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(step))
+        momentum.lerp_(parameter.grad, 1 - cfg.momentum)
+        direction, before = parameter.grad.lerp(momentum, cfg.momentum), parameter.detach().clone()
+        muon.step()
+        for part, rows in zip(direction.T.chunk(3), mean_squares, strict=True):
+            update = normalized(zeropower(part, torch.bfloat16).float(), rows, cfg)
+        change = ((1 - 0.02 * 0.1) * before - parameter.detach()).T[-32:]
+        assert (change - 0.02 * 0.2 * math.sqrt(32) * update).norm() < 0.01 * change.norm()
+    stored = muon.state[parameter]["row_mean_square"]
+    assert stored.shape == (1, 96)
+    assert (stored - mean_squares.view(1, 96)).abs().max() < 1e-5 * stored.max()
+    assert (stored - stored.bfloat16()).abs().max() > 1e-3 * stored.max()
 
 
 TRANSPOSED: dict[str, dict[str, Any]] = {
@@ -368,7 +472,9 @@ def changed_by_a_non_finite_step(rank: int, cfg: Any, values: dict[str, Any], st
 
 
 def test_step_with_non_finite_gradients_changes_nothing() -> None:
-    arguments = MuonConfig(lr=0.02), MODELS["llama"], "momentum"
+    arguments = NorMuonConfig(lr=0.02), MODELS["llama"], "row_mean_square"
+    assert run_ranks(2, changed_by_a_non_finite_step, *arguments) == [[], []]
+    arguments = LionConfig(lr=0.02), MODELS["llama"], "first_moment"
     assert run_ranks(2, changed_by_a_non_finite_step, *arguments) == [[], []]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from components.config.schema.model import Attention, DType, LossMethod
-from components.config.schema.optimizer import MuonConfig, SGDConfig
+from components.config.schema.optimizer import LionConfig, MuonConfig, SGDConfig
 from components.config.schema.recipes import FinetuneConfig, TrainConfig
 from components.planning.formulas.memory import estimate_memory
 from components.planning.formulas.workload import build_workload
@@ -86,6 +86,7 @@ CASES: dict[str, tuple[int, Make]] = {
     "QLoRA single": _llama(1, strategy="single", peft="qlora", model_values=BFLOAT16),
     "QLoRA dp_shard 2": _llama(2, dp_shard=2, peft="qlora", model_values=BFLOAT16),
     "SGD dp_shard 2": _llama(2, dp_shard=2, optimizer=SGDConfig()),
+    "Lion dp_shard 2": _llama(2, dp_shard=2, optimizer=LionConfig()),
     "Muon dp_shard 2": _llama(2, dp_shard=2, optimizer=MuonConfig()),
     "EMA dp_shard 2": _llama(2, dp_shard=2, training={"ema_decay": 0.9}),
     "DPO dp_shard 2, precomputed": (2, lambda world: dpo(world=world, reference="precomputed", dp_shard=2)),

@@ -21,7 +21,7 @@ from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig
+from components.config.schema.optimizer import AdamW8bitConfig, LionConfig, MuonConfig, NorMuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
 from components.planning.fake_rank import StorageTracker
 from components.training.run import GarbageCollection
@@ -40,7 +40,13 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-OPTIMIZERS = {"adamw": AdamWConfig, "adamw8bit": AdamW8bitConfig, "muon": MuonConfig}
+OPTIMIZERS = {
+    "adamw": AdamWConfig,
+    "adamw8bit": AdamW8bitConfig,
+    "lion": LionConfig,
+    "muon": MuonConfig,
+    "normuon": NorMuonConfig,
+}
 
 
 @dataclass

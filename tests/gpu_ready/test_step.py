@@ -60,8 +60,12 @@ TRAINED = {
     ),
     # Moments are on the device, and so is the decision to skip an update.
     "adamw8bit": Trained(OPTIMIZERS, ["pp"], {"optimizer": "adamw8bit"}, None, (operators_with("amax"), 10)),
+    "lion": Trained(
+        OPTIMIZERS, ["tp with sequence parallelism"], {"optimizer": "lion"}, None, (operators_with("_foreach_sign"), 1)
+    ),
     # Newton-Schulz iterations run on the device, and the exchange with owner ranks does not wait.
     "muon": Trained(OPTIMIZERS, ["hsdp", OPTIMIZERS[2]], {"optimizer": "muon"}, None, (operators_with("addmm"), 11)),
+    "normuon": Trained(OPTIMIZERS, ["pp"], {"optimizer": "normuon"}, None, (operators_with("addmm"), 11)),
 }
 ALL = [(name, each) for name, trained in TRAINED.items() for each in trained.layouts]
 EACH_COMMIT = [(name, each) for name, trained in TRAINED.items() for each in trained.each_commit]

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_flatten
 from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig
+from components.config.schema.optimizer import LionConfig
 from components.training.optimizers.gradients import local_tensor, step_if_finite
-from components.training.optimizers.optim import AdamW
+from components.training.optimizers.optim import AdamW, Lion
 
 Parameters = Iterable[torch.Tensor]
 
@@ -54,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "lion": lambda p: Lion([{"params": list(p), "weight_decay": 0.1}], LionConfig(lr=0.1)),
     "muon": lambda p: torch.optim.Muon(p, lr=0.1),
     "homemade": lambda p: CustomOptimizer(p, lr=0.1),
 }
@@ -154,7 +156,7 @@ def test_state_loaded_after_a_skipped_step_is_kept() -> None:
     assert flat_state(optimizer) == flat_state(source)
 
 
-@pytest.mark.parametrize("name", ["sgd_momentum", "rmsprop", "muon", "adamw_foreach"])
+@pytest.mark.parametrize("name", ["sgd_momentum", "rmsprop", "muon", "adamw_foreach", "lion"])
 def test_skipping_does_not_synchronize_with_the_device(name: str) -> None:
     """The meta device holds no values, so any read of one raises."""
     model = matrices().to("meta")
@@ -192,6 +194,23 @@ def test_train_step_skips_nonfinite_gradients_without_a_fused_kernel(name: str) 
     assert [bool(vector["skipped"]) for vector in vectors] == [False, True, False]
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
+
+
+def test_lion_keeps_its_moment_in_float32_beside_bfloat16_weights() -> None:
+    """A hundredth of a gradient vanishes beside a bfloat16 moment, and a decay near 1 would be rounded to 1."""
+    weight = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    lion = Lion([{"params": [weight], "weight_decay": 1.0}], LionConfig(lr=2**-8, betas=[0.9, 0.999]))
+    for _ in range(10):
+        weight.grad = torch.ones_like(weight)
+        lion.step()
+    moment = lion.state[weight]["first_moment"]
+    assert moment.dtype == torch.float32
+    assert moment[0, 0].item() == pytest.approx(1 - 0.999**10, rel=1e-5)
+    assert weight.grad[0, 0] == 1  # not used as temporary memory
+    exact = 1.0
+    for _ in range(10):
+        exact -= 2**-8 * (1 + exact)
+    assert weight[0, 0].item() == pytest.approx(exact, rel=2**-7)
 
 
 def test_default_optimizer_skips_without_copies_of_its_state() -> None:

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 class OptimizerKind(StrEnum):
-    """adamw, sgd: torch's; adamw8bit: AdamW with 8-bit moments; muon: Muon for matrices and AdamW for the rest; custom:
-    a function of yours."""
+    """adamw, sgd: torch's; adamw8bit: AdamW with 8-bit moments; lion: Lion, with one moment; muon, normuon: Muon or
+    NorMuon for matrices and AdamW for the rest; custom: a function of yours."""
 
     adamw = "adamw"
     adamw8bit = "adamw8bit"
+    lion = "lion"
     muon = "muon"
+    normuon = "normuon"
     sgd = "sgd"
     custom = "custom"
 
@@ -144,6 +146,23 @@ class AdamW8bitConfig(OptimizerConfig):
         return [*OptimizerConfig._problems(self), *_adamw_problems(self.betas, self.eps)]
 
 
+@dataclass(kw_only=True, slots=True)
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al. 2023): every weight moves by the learning rate, in the direction of the sign of a moving
+    average of its gradients. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the
+    same factor."""
+
+    kind: OptimizerKind = OptimizerKind.lion
+    """lion."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, applied to matrices; norms and biases are not decayed."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    """Weight of the moving average beside the gradient in the update, and the average's decay rate, each in [0, 1)."""
+
+    def _problems(self) -> list[str]:
+        return [*OptimizerConfig._problems(self), *_beta_problems(self.betas)]
+
+
 class MatrixScale(StrEnum):
     """Factors of Muon's learning rate that depend on the shape of a matrix."""
 
@@ -202,6 +221,23 @@ class MuonConfig(OptimizerConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class NorMuonConfig(MuonConfig):
+    """NorMuon (Li et al. 2025): Muon whose orthogonalized update is divided by the root mean square that each of its
+    rows (neurons) had in recent steps. With scale=rms the update of a matrix has a root mean square of 0.2."""
+
+    kind: OptimizerKind = OptimizerKind.normuon
+    """normuon."""
+    beta2: float = 0.95
+    """Decay rate of the mean square of each row, in [0, 1)."""
+
+    def _problems(self) -> list[str]:
+        problems = MuonConfig._problems(self)
+        if not 0 <= self.beta2 < 1:
+            problems.append(f"optimizer.beta2={self.beta2}: must be in [0, 1)")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
 class SGDConfig(OptimizerConfig):
     """torch.optim.SGD; its weight decay is added to the gradient."""
 
@@ -243,7 +279,10 @@ class CustomOptimizerConfig(OptimizerConfig):
 
 
 def _adamw_problems(betas: list[float], eps: float) -> list[str]:
-    problems = above("optimizer.eps", eps, 0)
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        problems.append(f"optimizer.betas={betas}: must be two numbers in [0, 1)")
-    return problems
+    return [*above("optimizer.eps", eps, 0), *_beta_problems(betas)]
+
+
+def _beta_problems(betas: list[float]) -> list[str]:
+    if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
+        return []
+    return [f"optimizer.betas={betas}: must be two numbers in [0, 1)"]

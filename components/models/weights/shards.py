@@ -118,26 +118,28 @@ def shards_of_dim(tensor: torch.Tensor, dim: int) -> int:
 
 
 def zeros_sharded_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros with the global shape `shape`, one value per block of values of a parameter's rows, sharded like it.
+    """Return zeros with the global shape `shape`, one value per block along one dim of a parameter, sharded like it.
 
-    The last dim is replicated if it is sharded in the parameter within a block.
+    That dim is replicated if it is sharded in the parameter within a block.
     """
     if not isinstance(parameter, DTensor):
         return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device)
     if tuple(shape) == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    local, last = parameter.to_local(), parameter.dim() - 1
-    replicates = shape[-1] % shards_of_dim(parameter, last) != 0
-    blocks = shape[-1] if replicates else shape[-1] * local.shape[-1] // parameter.shape[-1]
+    local_shape = list(parameter.to_local().shape)
+    (dim,) = (dim for dim, size in enumerate(shape) if size != parameter.shape[dim])
+    replicates = shape[dim] % shards_of_dim(parameter, dim) != 0
+    local_shape[dim] = shape[dim] if replicates else shape[dim] * local_shape[dim] // parameter.shape[dim]
+    device = parameter.to_local().device
     values = DTensor.from_local(
-        torch.zeros((*local.shape[:-1], blocks), dtype=dtype, device=local.device),
+        torch.zeros(local_shape, dtype=dtype, device=device),
         parameter.device_mesh,
-        [Replicate() if replicates and _shards(placement, last) else placement for placement in parameter.placements],
+        [Replicate() if replicates and _shards(placement, dim) else placement for placement in parameter.placements],
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(tuple(shape), device="meta").stride(),
     )
-    return values.to(local.device)  # from_local moves it to the device of the mesh, but parameters may be offloaded
+    return values.to(device)  # from_local moves it to the device of the mesh, but parameters may be offloaded
 
 
 def _runs(size: int, dim: int, mesh: list[tuple[Placement, int, int]], name: str) -> list[range]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from components.config.compute_rules import CHUNK_LOGITS, chunk_logits
 from components.config.schema.model import LossMethod
-from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
+from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, LionConfig, MuonConfig, SGDConfig
 from components.config.schema.parallelism import (
     SINGLE_STAGE,
     SPLIT_BACKWARD,
@@ -221,6 +221,8 @@ def _optimizer_term(w: Workload, trained: float, outer: float) -> Term:
         case MuonConfig():
             size = (trained + outer) * stored
             formula = f"one moment of {trained - outer:,.0f} elements and two of {outer:,.0f}, {stored} B each"
+        case LionConfig():
+            size, formula = trained * max(4, stored), f"{trained:,.0f} x one moment x {max(4, stored)} B"
         case SGDConfig():
             size, formula = trained * stored * bool(w.optimizer.momentum), f"momentum {w.optimizer.momentum:g}"
         case CustomOptimizerConfig():

@@ -39,8 +39,10 @@ _DTENSOR_SECONDS = 1e-4
 _OPTIMIZER_PASSES = {
     OptimizerKind.adamw: 7.0,  # parameter, gradient and two moments read; parameter and moments written
     OptimizerKind.adamw8bit: 4.0,  # the moments are read and written with a byte per element
+    OptimizerKind.lion: 25.0,  # without a fused kernel: the passes of nine elementwise operations
     OptimizerKind.sgd: 3.0,
     OptimizerKind.muon: 5.0,
+    OptimizerKind.normuon: 5.0,
     OptimizerKind.custom: 7.0,
 }
 """Reads and writes of an element per update, each of the size of a stored parameter."""

@@ -47,6 +47,19 @@ class Matrix:
     """Indices within the full parameter along each dim."""
     is_transposed: bool = False
     """Whether it is stored as (in, out)."""
+    attached: int = 0
+    """Numbers that are exchanged with each row of (out, in), after its values. Ranks that share a row hold the same."""
+
+    @property
+    def input_dim(self) -> int:
+        """Dim of the inputs, along which the exchanged values are longer by `attached`."""
+        return len(self.runs) - (2 if self.is_transposed else 1)
+
+    @property
+    def exchanged_shape(self) -> tuple[int, ...]:
+        """Shape with the attached numbers."""
+        dim = self.input_dim
+        return tuple(size + self.attached * (each == dim) for each, size in enumerate(self.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,6 +76,8 @@ class Piece:
     matrix: Index
     """Indices in the matrix."""
     shape: tuple[int, ...]
+    is_attached: bool = False
+    """Whether it holds the numbers attached to rows."""
 
     @property
     def numel(self) -> int:
@@ -123,7 +138,7 @@ class Transfer:
     """One pass of a bucket: shards to owners, and results back."""
 
     def __init__(self, bucket: Bucket, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Start sending this rank's pieces of `values`, local tensors by parameter."""
+        """Start sending this rank's pieces of `values`, local tensors by parameter, with the attached numbers."""
         self.bucket = bucket
         self._values = values
         self._work: dist.Work | None = None
@@ -145,26 +160,28 @@ class Transfer:
     def _sent(self) -> Iterator[tuple[Matrix, Piece]]:
         return itertools.chain.from_iterable(self.bucket.sent)
 
-    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[Matrix, Piece, torch.Tensor]]:
+    def apply(
+        self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[Matrix, Piece, torch.Tensor]]:
         """Apply `function` to each matrix (rows, columns) on its owner; yield this rank's pieces of the results."""
         if self._work is None:
             for matrix, (pieces,) in self.bucket.owned:
                 values = self._values[matrix.parameter]
-                whole = values.new_empty(matrix.shape)
+                whole = values.new_empty(matrix.exchanged_shape)
                 for piece in pieces:
                     whole[piece.matrix] = values[piece.local]
-                result = function(whole.view(matrix.shape[-2:])).reshape(matrix.shape)
+                result = function(matrix, whole.view(whole.shape[-2:])).reshape(whole.shape)
                 for piece in pieces:
                     yield matrix, piece, result[piece.matrix]
             return
         self._work.wait()
         # Pieces arrive by source rank, and are sent back in the same order: no header says which piece is which.
         received = iter(self._received.split([piece.numel for _, piece in self._pieces_by_source()]))
-        wholes = {matrix: self._received.new_empty(matrix.shape) for matrix, _ in self.bucket.owned}
+        wholes = {matrix: self._received.new_empty(matrix.exchanged_shape) for matrix, _ in self.bucket.owned}
         for matrix, piece in self._pieces_by_source():
             wholes[matrix][piece.matrix] = next(received).view(piece.shape)
         for matrix, whole in wholes.items():
-            wholes[matrix] = function(whole.view(matrix.shape[-2:])).reshape(matrix.shape)
+            wholes[matrix] = function(matrix, whole.view(whole.shape[-2:])).reshape(whole.shape)
         results = [wholes[matrix][piece.matrix].reshape(-1) for matrix, piece in self._pieces_by_source()]
         back = torch.cat(results) if results else self._received
         dist.all_to_all_single(self._send, back, self._sizes, self._owned_sizes, group=self.bucket.group)
@@ -258,7 +275,8 @@ class _PieceTable:
         parameter = matrix.parameter
         if not isinstance(parameter, DTensor):
             raise TypeError("only DTensors are sharded")
-        key = (tuple(parameter.shape), parameter.placements, parameter.device_mesh, matrix.runs, index)
+        kind = (matrix.runs, matrix.is_transposed, matrix.attached)
+        key = (tuple(parameter.shape), parameter.placements, parameter.device_mesh, kind, index)
         if key not in self._cache:
             coordinate = dict(_holders(parameter))[self._order[index]]
             self._cache[key] = _pieces(matrix, blocks_at(parameter, coordinate, "parameter"))
@@ -266,17 +284,27 @@ class _PieceTable:
 
 
 def _pieces(matrix: Matrix, blocks: list[Block]) -> list[Piece]:
-    """Return the intersections of a matrix with a rank's blocks of its parameter."""
-    pieces = []
+    """Return the intersections of a matrix with a rank's blocks of its parameter, and its numbers attached to rows."""
+    pieces: list[Piece] = []
+    inputs = matrix.input_dim
+    width, length = max((block.local[inputs].stop for block in blocks), default=0), matrix.shape[inputs]
+    attached = slice(width, width + matrix.attached), slice(length, length + matrix.attached)
     for block in blocks:
         dims = [
             _intersections(runs, local, full)
             for runs, local, full in zip(matrix.runs, block.local, block.full, strict=True)
         ]
-        for each in itertools.product(*dims):
-            shape = tuple(local.stop - local.start for local, _ in each)
-            pieces.append(Piece(tuple(local for local, _ in each), tuple(inner for _, inner in each), shape))
+        pieces += _products(dims, is_attached=False)
+        if matrix.attached and block.local[inputs].start == 0:  # once for each row
+            pieces += _products([*dims[:inputs], [attached], *dims[inputs + 1 :]], is_attached=True)
     return pieces
+
+
+def _products(dims: Sequence[list[tuple[slice, slice]]], *, is_attached: bool) -> Iterator[Piece]:
+    """Yield the pieces of all combinations of (local indices, indices in the matrix) of each dim."""
+    for each in itertools.product(*dims):
+        shape = tuple(local.stop - local.start for local, _ in each)
+        yield Piece(tuple(local for local, _ in each), tuple(inner for _, inner in each), shape, is_attached)
 
 
 def _intersections(runs: Runs, local: slice, full: slice) -> list[tuple[slice, slice]]:

@@ -1,22 +1,26 @@
-"""Muon on any mesh: momentum whose matrices are orthogonalized by Newton-Schulz iterations on owner ranks.
+"""Muon and NorMuon on any mesh: momentum whose matrices are orthogonalized by Newton-Schulz iterations on owner ranks.
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); the arithmetic is that of torch.optim.Muon. Momentum,
 weight decay and the update stay on the shards. Orthogonalization needs whole matrices: see matrix_exchange.py. A
 matrix has the same shape on its owner as in one process, so the result does not depend on the mesh.
+
+NorMuon (Li et al. 2025, https://arxiv.org/abs/2510.05491) then divides each row of the result by the root mean square
+of that row over recent steps. These mean squares are sharded like the rows, and travel with them to the owner and back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from components.config.schema.optimizer import MatrixScale, MuonConfig
+from components.config.schema.optimizer import MatrixScale, MuonConfig, NorMuonConfig
 from components.models.anatomy import Anatomy, config_of
+from components.models.weights.shards import zeros_sharded_like
 from components.torch_kernels import torch_dtype
 from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.matrix_exchange import Matrix, MatrixExchange, Piece, Runs, Transfer, fused_matrices
@@ -25,6 +29,9 @@ _MOMENTUM = "momentum_buffer"
 """Name of the momentum in the optimizer's state, as in torch.optim.Muon."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
+_MEAN_SQUARE = "row_mean_square"
+"""Name of the mean square of each row in NorMuon's state."""
+_ROW_EPS = 1e-10
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -132,8 +139,12 @@ class Muon(torch.optim.Optimizer):
             local = local_tensor(parameter.detach())
             decayed = local * decay  # by a Python number: a bfloat16 tensor would round a decay near 1
             local.copy_(decayed if skipped is None else torch.where(skipped, local, decayed))
-        for matrix, piece, result in transfer.apply(lambda whole: orthogonalize(whole, self._steps)):
+        for matrix, piece, result in transfer.apply(self._orthogonalized):
             self._add(matrix, piece, result, skipped)
+
+    def _orthogonalized(self, matrix: Matrix, direction: torch.Tensor) -> torch.Tensor:
+        """Return the update of a whole matrix on its owner."""
+        return orthogonalize(direction, self._steps)
 
     def _add(self, matrix: Matrix, piece: Piece, result: torch.Tensor, skipped: torch.Tensor | None) -> None:
         shape = matrix.shape[:-3:-1] if matrix.is_transposed else matrix.shape
@@ -141,6 +152,62 @@ class Muon(torch.optim.Optimizer):
         if skipped is not None:
             result = torch.where(skipped, 0.0, result)
         local_tensor(matrix.parameter.detach())[piece.local].add_(result, alpha=-rate)
+
+
+class NorMuon(Muon):
+    """Muon whose orthogonalized update is divided by the root mean square of each of its rows over recent steps.
+
+    The result is rescaled: with scale=rms such that its root mean square is 0.2 learning rates, as in the paper; with
+    scale=shape to its norm before the division, as in the authors' code.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """Set before a step: not 0 if the gradients are not finite, a scalar on the device."""
+
+    def __init__(self, matrices: Sequence[Matrix], cfg: NorMuonConfig, groups: list[dict[str, Any]]) -> None:
+        """Plan the exchanges, as `Muon` does. A collective if a parameter is sharded."""
+        dtype = torch_dtype(cfg.ns_dtype)
+        self._row_dtype = torch.promote_types(dtype, torch.float32)
+        # The exchange has one dtype: a float32 number travels as the bits of two of bfloat16.
+        attached = self._row_dtype.itemsize // dtype.itemsize
+        super().__init__([replace(each, attached=attached) for each in matrices], cfg, groups)
+        self._beta2 = cfg.beta2
+        self._input_dims = {matrix.parameter: matrix.input_dim for matrix in matrices}
+
+    def _direction(self, parameter: nn.Parameter, skipped: torch.Tensor | None) -> torch.Tensor:
+        """Update the momentum of this rank's shard; return its direction, and the bits of the rows' mean squares."""
+        direction = super()._direction(parameter, skipped)
+        dim, state = self._input_dims[parameter], self.state[parameter]
+        if _MEAN_SQUARE not in state:
+            shape = [1 if each == dim else size for each, size in enumerate(parameter.shape)]
+            state[_MEAN_SQUARE] = zeros_sharded_like(parameter, shape, self._row_dtype)
+        rows = local_tensor(state[_MEAN_SQUARE]).to(self._row_dtype).movedim(dim, -1)  # (..., 1)
+        bits = rows.reshape(-1).view(self._dtype).view(*rows.shape[:-1], -1)
+        return torch.cat([direction, bits.movedim(-1, dim)], dim)
+
+    def _orthogonalized(self, matrix: Matrix, direction: torch.Tensor) -> torch.Tensor:
+        """Return the update of a whole matrix on its owner, and the bits of the new mean squares of its rows."""
+        rows = direction.T if matrix.is_transposed else direction  # (out, in + attached)
+        inputs = rows.shape[1] - matrix.attached
+        mean_square = rows[:, inputs:].contiguous().view(self._row_dtype)  # (out, 1)
+        update = orthogonalize(rows[:, :inputs], self._steps).to(self._row_dtype)
+        mean_square = mean_square.lerp(update.square().mean(1, keepdim=True), 1 - self._beta2)
+        divided = update / (mean_square.sqrt() + _ROW_EPS)
+        # sqrt(min(out, in)) is the norm of a matrix whose singular values are 1.
+        norm = update.norm() if self._scale is MatrixScale.shape else math.sqrt(min(update.shape))
+        divided *= norm / divided.norm().clamp(min=_ROW_EPS)
+        result = torch.cat([divided.to(self._dtype), mean_square.view(self._dtype)], 1)
+        return result.T if matrix.is_transposed else result
+
+    def _add(self, matrix: Matrix, piece: Piece, result: torch.Tensor, skipped: torch.Tensor | None) -> None:
+        if not piece.is_attached:
+            super()._add(matrix, piece, result, skipped)
+            return
+        dim = matrix.input_dim
+        rows = result.movedim(dim, -1).contiguous().view(self._row_dtype).movedim(-1, dim)
+        local = local_tensor(self.state[matrix.parameter][_MEAN_SQUARE])
+        old = local[(*piece.local[:dim], slice(None), *piece.local[dim + 1 :])]
+        old.copy_(rows if skipped is None else torch.where(skipped, old, rows.to(old.dtype)))
 
 
 @dataclass(frozen=True, slots=True)

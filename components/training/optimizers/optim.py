@@ -1,4 +1,4 @@
-"""Optimizers of a config, learning-rate schedules as pure functions, and AdamW with moments in 8 bits.
+"""Optimizers of a config, learning-rate schedules as pure functions, Lion, and AdamW with moments in 8 bits.
 
 The 8-bit AdamW works on any mesh, with the arithmetic and the quantization of torchao (Dettmers et al. 2022,
 https://arxiv.org/abs/2110.02861): each block of consecutive values is divided by its largest magnitude and rounded to
@@ -29,7 +29,9 @@ from components.config.schema.optimizer import (
     AdamW8bitConfig,
     AdamWConfig,
     CustomOptimizerConfig,
+    LionConfig,
     MuonConfig,
+    NorMuonConfig,
     OptimizerConfig,
     Schedule,
     SGDConfig,
@@ -41,7 +43,7 @@ from components.models.layers import vector_parameters
 from components.models.weights.shards import local_blocks, shards_of_dim, zeros_sharded_like
 from components.protocol.errors import ConfigError, raise_all
 from components.training.optimizers.gradients import local_tensor
-from components.training.optimizers.muon import Muon, divide_parameters
+from components.training.optimizers.muon import Muon, NorMuon, divide_parameters
 from components.training.prepared import Prepared
 
 _LR_SCALE = "lr_scale"
@@ -55,6 +57,10 @@ _MIN_VALUES = 4096
 """Smaller parameters are not quantized, as in torchao."""
 _MIN_BLOCK = 16
 """Parameters whose rows allow only smaller blocks are not quantized."""
+_LION_MOMENT = "first_moment"
+"""Name of Lion's moment: not exp_avg, since AdamW's second moment begins so, which Lion cannot use."""
+_LION_CHUNK = 2**22
+"""Number of values that Lion updates at a time, approximately: an update needs temporary memory for three of them."""
 _GRAPHS = 64
 """Limit of compiled updates: one for each size of blocks and dtype of the weights."""
 
@@ -79,6 +85,8 @@ def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Opt
             return _adamw(groups(trained), config)
         case AdamW8bitConfig():
             return _adamw8bit(trained, groups, config)
+        case LionConfig():
+            return Lion(groups(trained), config)
         case SGDConfig():
             return torch.optim.SGD(groups(trained), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
         case MuonConfig():
@@ -141,7 +149,8 @@ def _muon(module: nn.Module, anatomy: Anatomy, groups: Callable[..., Any], confi
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if divided.matrices:  # some pipeline stage may hold none
         parameters = list({id(matrix.parameter): matrix.parameter for matrix in divided.matrices}.values())
-        optimizers["muon"] = Muon(divided.matrices, config, groups(parameters))
+        kind = NorMuon if isinstance(config, NorMuonConfig) else Muon
+        optimizers["muon"] = kind(divided.matrices, config, groups(parameters))
     if divided.others:
         optimizers["adamw"] = _adamw(groups(divided.others, config.adamw_lr), config)
     return optimizers
@@ -250,6 +259,68 @@ def _shard_like(parameter: DTensor, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.placements != parameter.placements:
         tensor = tensor.redistribute(parameter.device_mesh, parameter.placements)
     return tensor.to_local()
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675) on local shards, with a moment in float32 or wider.
+
+    The update is elementwise, so it has the same bits on every mesh. A step changes nothing if `found_inf` is not 0, as
+    in torch's fused optimizers: the decision stays on the device, so the host does not wait.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """Set before a step: not 0 if the gradients are not finite, a scalar on the device."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], cfg: LionConfig) -> None:
+        super().__init__(groups, {"lr": cfg.lr, "betas": tuple(cfg.betas)})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        if closure is not None:
+            raise ValueError("Lion.step takes no closure")
+        for group in self.param_groups:
+            chunk: list[nn.Parameter] = []
+            size = 0
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                if chunk and (size > _LION_CHUNK or parameter.dtype != chunk[0].dtype):
+                    self._update(chunk, group)
+                    chunk, size = [], 0
+                chunk.append(parameter)
+                size += local_tensor(parameter).numel()
+            if chunk:
+                self._update(chunk, group)
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update parameters of one dtype and their moments.
+
+        A skipped step multiplies all changes by 0, with gradients of 0 instead of infinite ones.
+        """
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        for parameter in parameters:
+            if _LION_MOMENT not in self.state[parameter]:
+                self.state[parameter][_LION_MOMENT] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        weights = [local_tensor(each.detach()) for each in parameters]
+        moments = [local_tensor(self.state[each][_LION_MOMENT]) for each in parameters]
+        gradients = [
+            (_shard_like(each, each.grad) if isinstance(each, DTensor) else each.grad).to(dtype)  # type: ignore[arg-type,union-attr]
+            for each in parameters
+        ]
+        applied: torch.Tensor | float = 1.0
+        if self.found_inf is not None:
+            skipped = self.found_inf.to(weights[0].device).bool()
+            gradients = [torch.where(skipped, 0.0, each) for each in gradients]
+            applied = 1 - skipped.to(dtype)
+        beta1, beta2 = group["betas"]
+        changes = torch._foreach_lerp(moments, gradients, 1 - beta1)
+        torch._foreach_sign_(changes)
+        if group["weight_decay"]:
+            torch._foreach_add_(changes, [each.to(dtype) for each in weights], alpha=group["weight_decay"])
+        torch._foreach_mul_(changes, -group["lr"] * applied)
+        torch._foreach_add_(weights, changes)
+        changes = torch._foreach_sub(gradients, moments)
+        torch._foreach_mul_(changes, (1 - beta2) * applied)
+        torch._foreach_add_(moments, changes)
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
