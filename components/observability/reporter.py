@@ -69,6 +69,8 @@ class _ReportedStep(Protocol):
 
     @property
     def skipped(self) -> bool: ...
+    @property
+    def is_spike(self) -> bool: ...
 
     @property
     def seconds_at_peak(self) -> float: ...
@@ -307,7 +309,8 @@ class Reporter:
         self._since_log.add(metrics)
         self._show_steps(completed=metrics.step)
         if metrics.skipped:
-            self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
+            reason = "its loss or gradient norm is a spike" if metrics.is_spike else "gradients are not finite"
+            self.print(f"step {metrics.step:>6}  update skipped: {reason}")
         if metrics.step % every:
             return
         interval, self._since_log = self._since_log, _Interval()

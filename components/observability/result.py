@@ -183,7 +183,9 @@ class Result:
     stopped_early: bool = False
     """The held-out loss stopped improving (training.early_stop_patience)."""
     skipped_steps: int = 0
-    """Steps whose update was skipped because the gradients were not finite."""
+    """Steps whose update was skipped because the gradients were not finite, or because of training.skip_spikes."""
+    spikes: int = 0
+    """Those of them that were spikes (training.skip_spikes)."""
     restarts: int = 0
     """Attempts of the run after the first."""
     lost_steps: int = 0

@@ -264,6 +264,7 @@ class Attempt(RunContext):
                 tasks=self._task_scores,
                 stopped_early=self.stopped_early,
                 skipped_steps=self.state.skipped,
+                spikes=self.state.spikes,
             )
         )
 

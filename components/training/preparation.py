@@ -27,7 +27,7 @@ from components.config.schema.objective import (
     ScoreConfig,
 )
 from components.config.schema.optimizer import OptimizerConfig
-from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import (
     EvaluateConfig,
     RecipeConfig,
@@ -62,6 +62,7 @@ from components.training.context import RunContext
 from components.training.evaluation import evaluate
 from components.training.objectives import PLAIN, TokenObjective
 from components.training.objectives.loss_head import attach_loss_head
+from components.training.optimizers.gradients import SpikeWindow
 from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
 from components.training.routers import attach_routers
 from components.training.state import TrainState
@@ -131,8 +132,8 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
     compiles = cfg.model.compiles(parallelism, packs=packs, on_gpu=on_gpu)
     fuses = cfg.model.fuses(parallelism, packs=packs, on_gpu=on_gpu)
     layers: list[Any] = [models.fuse_layers(model)] if fuses else []
-    if cfg.parallelism.async_tp and not on_gpu:
-        raise ConfigError(f"parallelism.async_tp=true: needs GPUs, and this rank computes on {device}; set it to false")
+    if not on_gpu:
+        _reject_gpu_options(parallelism, device, trains=trains)
     if compiles:
         layers.append(f"layers: compiled one by one{', async tp' * cfg.parallelism.async_tp}")
     elif on_gpu and cfg.model.compile == "auto":
@@ -150,8 +151,6 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
         async_tp = mesh["tp"].get_group() if cfg.parallelism.async_tp else None
         models.compile_layers(model, anatomy=anatomy, async_tp=async_tp)
     if parallelism.activation_offload and trains:
-        if not on_gpu:
-            raise ConfigError(NO_DEVICE_MEMORY.format(device=device.type))
         offloaded = models.offload_activations(model, device, anatomy)
         layers.append(f"activations: those of {offloaded} layers are saved in host memory")
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
@@ -171,6 +170,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
             routers=routers,
             loss_head=loss_head,
+            spikes=None if training is None else SpikeWindow.of(training, device),
             flops=flops,
             counts_inputs=section(cfg, ScoreConfig) is not None,
         ),
@@ -191,6 +191,17 @@ def _start_from_adapter(model: Any, cfg: RecipeConfig, run: RunContext) -> str:
     if peft.path is None or run.resume_from is not None or (evaluation and evaluation.checkpoint is not None):
         return ""
     return checkpoint.load_adapter(model, peft, torch_dtype(cfg.model.stored_dtype()))
+
+
+def _reject_gpu_options(parallelism: ParallelismConfig, device: torch.device, *, trains: bool) -> None:
+    """Raise ConfigError for settings that need a GPU."""
+    if parallelism.async_tp:
+        raise ConfigError(
+            f"parallelism.async_tp=true: needs the symmetric memory of GPUs, and this rank computes on {device}; set "
+            "it to false"
+        )
+    if parallelism.activation_offload and trains:
+        raise ConfigError(NO_DEVICE_MEMORY.format(device=device.type))
 
 
 def _stored_dtype(cfg: RecipeConfig, run: RunContext) -> DType:

@@ -19,7 +19,7 @@ from components.distributed.mesh import Mesh
 from components.distributed.pipeline_schedule import Pipeline
 from components.torch_kernels import torch_dtype
 from components.training.objectives.loss_head import LossHead
-from components.training.optimizers.gradients import local_tensor
+from components.training.optimizers.gradients import SpikeWindow, local_tensor
 from components.training.routers import Routers
 from components.training.step_cost import StepFlops
 
@@ -163,6 +163,8 @@ class StepSettings:
     """Losses of routers and loads of experts in training steps; evaluation leaves them out."""
     loss_head: LossHead | None = None
     """How the loss is computed from hidden states; None: the model returns logits."""
+    spikes: SpikeWindow | None = None
+    """Recent losses and gradient norms, by which the updates of spikes are skipped; None: no update is."""
     flops: StepFlops | None = None
     """Model FLOPs and the devices' peak; None: the MFU is not measured."""
     counts_inputs: bool = False

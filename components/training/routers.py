@@ -258,13 +258,13 @@ class _Loads:
 
         Args:
             loads: Tokens of each expert on all ranks, (layers x experts,).
-            skipped: 1 if the step's update was skipped, else 0.
+            skipped: 0 unless the step's update was skipped.
         """
         loads = loads.view(self.counts.shape)
         for each in self.experts:
             if self.rate and each.owner is not None:
                 bias, load = each.owner.state_dict(keep_vars=True)[each.bias], loads[each.row]
-                change = (self.rate * (load.mean() - load).sign() * (1 - skipped)).view(bias.shape)
+                change = (self.rate * (load.mean() - load).sign() * (skipped == 0)).view(bias.shape)
                 for block in local_blocks(bias, each.bias):
                     local_part(bias)[block.local] += change[block.full].to(bias.dtype)
         if not self.metrics:

@@ -113,6 +113,11 @@ class Run(Attempt):
                 f"training.ema_decay={cfg.training.ema_decay}: this recipe's model has no average; prepare it with "
                 "training.prepare or model.with_average(cfg.training), or set training.ema_decay=null"
             )
+        if cfg.training.skip_spikes is not None and model.settings.spikes is None:
+            raise ConfigError(
+                f"training.skip_spikes={cfg.training.skip_spikes:g}: this recipe's model has no window of recent "
+                "steps; prepare it with training.prepare, or set training.skip_spikes=null"
+            )
         self._model, self._optimizer, self._batches = model, optimizer, batches
         for each in checkpoint.list_optimizers(optimizer):
             keep_group_rates(each, cfg.optimizer)
@@ -126,6 +131,8 @@ class Run(Attempt):
             saved = checkpoint.load_checkpoint(self.resume_from, model.module, optimizer, self._average)
             self.state = TrainState.from_dict(saved["state"])
             batches.load_state_dict(saved["data"], cfg.run.accept_changes)
+            if model.settings.spikes is not None:
+                model.settings.spikes.load_state(saved.get("spikes", [[], []]))
             self._resumed_average = bool(saved.get("has_average"))
             if model.average is not None and not self._resumed_average:
                 model.average.restart()
@@ -201,7 +208,14 @@ class Run(Attempt):
             model,
             cfg.model.origin,
             batch,
-            [*model.notes, *data_notes, self._batches.balance, *optimizers, self._replicas.note],
+            [
+                *model.notes,
+                model.settings.spikes or "",
+                *data_notes,
+                self._batches.balance,
+                *optimizers,
+                self._replicas.note,
+            ],
         )
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
@@ -364,6 +378,8 @@ class Run(Attempt):
         self._compare_replicas()
         has_average = self._average is not None
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
+        if self._model.settings.spikes is not None:
+            extra["spikes"] = self._model.settings.spikes.state()
         if self._model.stored_dtype is not None:
             extra[STORED_DTYPE] = self._model.stored_dtype
         with self.status("saving"):

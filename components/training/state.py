@@ -34,7 +34,9 @@ class TrainState:
     tokens: int = 0
     """Target tokens of the recorded steps; with a score head all tokens of its inputs."""
     skipped: int = 0
-    """Steps whose update was skipped because the gradients were not finite."""
+    """Steps whose update was skipped because the gradients were not finite, or because of training.skip_spikes."""
+    spikes: int = 0
+    """Those of them that were spikes."""
     skipped_in_a_row: int = 0
     """Consecutive skipped steps up to the last recorded one."""
     first_loss: float | None = None
@@ -73,6 +75,7 @@ class TrainState:
         """Add the metrics of a step to the counters."""
         self.tokens += metrics.tokens
         self.skipped += metrics.skipped
+        self.spikes += metrics.is_spike
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0
         self.last_loss = metrics.loss
         if self.first_loss is None:
@@ -91,10 +94,11 @@ class TrainState:
         if not 0 < policy.stop_after_skipped <= count:
             return
         since = metrics.step - count
+        spikes = "" if policy.skip_spikes is None else f" or were spikes (training.skip_spikes={policy.skip_spikes:g})"
         raise NonFiniteGradients(
-            f"the gradients of {count} steps in a row, up to step {metrics.step}, were not finite, and their updates "
-            f"were skipped: the weights are still those of step {since}; inspect the data of these steps, lower "
-            "optimizer.lr, or resume from an older checkpoint (run.resume=PATH); the run ends after "
+            f"the gradients of {count} steps in a row, up to step {metrics.step}, were not finite{spikes}, and their "
+            f"updates were skipped: the weights are still those of step {since}; inspect the data of these steps, "
+            "lower optimizer.lr, or resume from an older checkpoint (run.resume=PATH); the run ends after "
             f"training.stop_after_skipped={policy.stop_after_skipped} such steps (0: never)"
         )
 
@@ -163,7 +167,7 @@ class StepMetrics:
     seconds: float
     """Host time of the step, including data loading; in steady state equal to the device time."""
     skipped: bool
-    """The update was skipped because the gradients were not finite."""
+    """The update was skipped because the gradients were not finite, or because the step is a spike."""
     preempt: bool
     """Some rank received a preemption signal (SIGTERM, SIGUSR2, SIGHUP)."""
     interrupt: bool
@@ -172,6 +176,8 @@ class StepMetrics:
     """A time-based save is due on some rank; the same on every rank."""
     seconds_at_peak: float = 0.0
     """Time the step would take at the devices' peak FLOP/s; divided by `seconds` it is the MFU. 0: unknown."""
+    is_spike: bool = False
+    """The update was skipped because of training.skip_spikes."""
     others: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the objective and values logged by the recipe, by name."""
 
@@ -261,6 +267,7 @@ class StepReader:
             interrupt=values["interrupt"] > 0,
             must_save=values["save"] > 0,
             seconds_at_peak=values["seconds_at_peak"],
+            is_spike=values["skipped"] > 1,
             others={name: values[name] for name in pending.names if name not in FIELDS} | logged,
         )
 

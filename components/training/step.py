@@ -91,22 +91,12 @@ def train_step(
     else:
         loss_sum = _forward_backward(model, local_batches, objective, units)
 
-    optimizers = list_optimizers(optimizer)
-    parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
-    equalize_replicas(parameters)
-    norm = gradient_norm(parameters, None if pipeline is None else pipeline.group)
-    clip_gradients(parameters, norm, settings.max_grad_norm)
-    for each in optimizers:
-        skipped = step_if_finite(each, norm)
-        each.zero_grad(set_to_none=True)
-    if model.average is not None:
-        model.average.update(skipped)
-
     # Row losses are complete on every cp rank, so one of them counts; token losses are local to each cp rank.
     losses = [loss_sum * settings.counts_tokens if row_loss is None else row_loss * settings.counts_rows]
     if routers is not None:
         losses.append(routers.step_sum() * (units / targets))
     loss, _ = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
+    norm, skipped = _update(model, list_optimizers(optimizer), loss / units)
     # A device reads the requests here, not when the host queues this copy: a signal counts in the step it arrives in.
     ended = [totals.new_zeros(3) if requests is None else requests.to(settings.device, non_blocking=True)]
     if rows is None:
@@ -115,11 +105,42 @@ def train_step(
     ended += [] if routers is None else [routers.step_loads()]
     parts = (3, 3 + len(objective.metrics) * (rows is None))
     flags, metrics, loads = sum_over_ranks(torch.cat(ended)).tensor_split(parts)
-    norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
     tokens, metrics = (totals[2:3], metrics) if measured is None else (measured[:1], measured[1:])
     vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[3:], metrics / units])
     step = StepNumbers(vector, (*FIELDS, *objective.metrics))
     return step if routers is None else routers.end_step(step, loads)
+
+
+def _update(
+    model: Prepared, optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clip the gradients and update the weights and their average, unless the step is skipped. A collective.
+
+    Args:
+        loss: Loss of the step, the same on every rank, (1,) float64.
+
+    Returns:
+        The norm of the gradients, and 0 for an update, 1 if it was skipped since the norm is not finite, 2 for a spike;
+        each (1,) float64.
+    """
+    settings, pipeline = model.settings, model.pipeline
+    parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    equalize_replicas(parameters)
+    norm = gradient_norm(parameters, None if pipeline is None else pipeline.group)
+    clip_gradients(parameters, norm, settings.max_grad_norm)
+    norms = norm.to(settings.device, torch.float64, non_blocking=True)[None]
+    is_spike: torch.Tensor | None = None
+    if settings.spikes is not None:
+        # The mean over ranks, since a difference in the last bit must not let them decide differently.
+        ranks = dist.get_world_size(group) if (group := all_ranks()) is not None else 1
+        is_spike = settings.spikes.add(sum_over_ranks(torch.cat([loss, norms]) / ranks)).to(norm.device)
+    for each in optimizers:
+        skipped = step_if_finite(each, norm, is_spike)
+        each.zero_grad(set_to_none=True)
+    if model.average is not None:
+        model.average.update(skipped)
+    kind = skipped if is_spike is None else skipped * (1 + is_spike)
+    return norms, kind.to(settings.device, torch.float64, non_blocking=True)[None]
 
 
 def _forward_backward(

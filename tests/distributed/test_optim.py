@@ -1,7 +1,9 @@
-"""AdamW on local shards has the bits of torch.optim.AdamW on DTensors."""
+"""AdamW on local shards has the bits of torch.optim.AdamW on DTensors; spikes are skipped on every mesh."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.training.optimizers.gradients import step_if_finite
+from components import distributed, models, training
+from components.config.schema.optimizer import AdamWConfig
+from components.config.schema.training import TrainingConfig
+from components.training.optimizers.gradients import SpikeWindow, local_tensor, step_if_finite
 from components.training.optimizers.optim import AdamW
+from tests.distributed.parity import Case, build, micro_batches, recipe_config
 from tests.harness import run_ranks
 from tests.unit.test_optim import OPTIMIZERS, compare, matrices
 
@@ -138,3 +144,68 @@ def test_skipped_steps_leave_shards_unchanged() -> None:
 
     problems = [line for lines in run_ranks(2, on_rank) for line in lines]
     assert not problems, "\n".join(problems)
+
+
+SPIKE, STEPS = 5, 8
+ONE: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": 1}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"strategy": "single", "dp_shard": 1}),
+    "fsdp2": (2, {"strategy": "fsdp2", "dp_shard": -1}),
+    "ddp": (2, {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}),
+    **{f"{axis} 2": (2, {**ONE, axis: 2}) for axis in ("tp", "cp", "pp")},
+}
+
+
+def spiky_run(plain: nn.Module, axes: dict[str, Any], window: int | None) -> tuple[list[float], list[float], list[str]]:
+    """Return losses, `skipped` of the steps, and what the update of a step with losses times 1,000 changed here."""
+    case = Case("llama", axes, accumulation=2)
+    cfg, model = recipe_config(case), copy.deepcopy(plain).train()
+    mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+    anatomy = models.read_anatomy(model)
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, case.dtype, anatomy)
+    spikes = None if window is None else SpikeWindow(6.0, window, torch.device("cpu"))
+    settings = training.StepSettings(torch.device("cpu"), mesh=mesh, spikes=spikes)
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    prepared = training.Prepared(model, settings, replica).with_average(TrainingConfig(ema_decay=0.9))
+    assert prepared.average is not None
+    optimizer = training.build_optimizer(model, AdamWConfig(lr=1e-3))
+    losses, skipped, changed = [], [], []
+    for step in range(STEPS):
+        batches = micro_batches(case, mesh, step)
+        if step == SPIKE:
+            batches = [replace(each, token_weights=torch.full(each.shape, 1000.0).double()) for each in batches]
+
+        def tensors() -> dict[str, torch.Tensor]:
+            stored = {f"{key} {number}": each for number, state in enumerate(optimizer.state.values())
+                      for key, each in state.items()}  # fmt: skip
+            values = dict(model.named_parameters()) | stored | prepared.average.tensors
+            return {name: local_tensor(each.detach()).clone() for name, each in values.items()}
+
+        before = tensors()
+        numbers = training.train_step(prepared, batches, optimizer)
+        losses.append(float(numbers["loss"]))
+        skipped.append(float(numbers["skipped"]))
+        if step == SPIKE:
+            changed = [name for name, each in tensors().items() if not torch.equal(each, before[name])]
+    return losses, skipped, changed
+
+
+def test_a_spike_changes_nothing_on_any_mesh() -> None:
+    """Neither weights nor moments nor the average; without the window it changes all. One loss curve on all meshes."""
+    plain = build("llama", torch.float64)
+    curves = {}
+    for name, (world, axes) in MESHES.items():
+        for losses, skipped, changed in run_ranks(world, lambda rank, axes: spiky_run(plain, axes, 8), axes):
+            assert changed == [], name
+            assert skipped == [2.0 if step == SPIKE else 0.0 for step in range(STEPS)], name
+            curves[name] = losses
+    assert curves["single"][SPIKE] > 100 * curves["single"][0]
+    for name, losses in curves.items():
+        assert losses == pytest.approx(curves["single"], rel=1e-10), name
+    for window in (None, 2 * SPIKE + 2):  # half of the second is not full
+        (outcome,) = run_ranks(1, lambda rank, window: spiky_run(plain, MESHES["single"][1], window), window)
+        losses, skipped, changed = outcome
+        assert skipped == [0.0] * STEPS
+        assert len(changed) > 50
+        assert losses[-1] != pytest.approx(curves["single"][-1], rel=1e-4)

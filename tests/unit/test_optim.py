@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig
 from components.config.schema.optimizer import LionConfig
-from components.training.optimizers.gradients import local_tensor, step_if_finite
+from components.training.optimizers.gradients import SpikeWindow, local_tensor, step_if_finite
 from components.training.optimizers.optim import AdamW, Lion
 
 Parameters = Iterable[torch.Tensor]
@@ -194,6 +195,43 @@ def test_train_step_skips_nonfinite_gradients_without_a_fused_kernel(name: str) 
     assert [bool(vector["skipped"]) for vector in vectors] == [False, True, False]
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
+
+
+def expected_spikes(values: list[tuple[float, float]], deviations: float, size: int) -> list[bool]:
+    """Return which values (loss, norm) lie too far above those before them: the rule of OLMo-core's optimizers."""
+    window, decisions = [], []
+    for value in values:
+        columns = list(zip(*window[-size:], strict=True)) if len(window) >= size // 2 else []
+        means, spreads = map(statistics.fmean, columns), map(statistics.stdev, columns)
+        limits = [mean + deviations * spread for mean, spread in zip(means, spreads, strict=True)]
+        decisions.append(any(x > limit for x, limit in zip(value, limits, strict=False)) and value[1] < math.inf)
+        if all(map(math.isfinite, value)):
+            window.append(value)
+    return decisions
+
+
+def test_spikes_are_those_of_the_formula_also_after_a_resume() -> None:
+    """Spikes of the loss and of the norm; values that are not finite; a level that rises for good."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    values = (torch.tensor([3.0, 1.0]) + 0.1 * noise).tolist()
+    values[2][0], values[10][0], values[20][1] = 5.0, 9.0, 9.0
+    values[15], values[16], values[17] = [math.nan, math.inf], [math.inf, math.inf], [math.inf, 1.0]
+    for value in values[40:]:
+        value[0] += 5.0
+    decisions = expected_spikes(values, 3.0, 16)
+    window, found = SpikeWindow(3.0, 16, torch.device("cpu")), []
+    for number, value in enumerate(values):
+        if number % 7 == 3:
+            saved = window.state()
+            window = SpikeWindow(3.0, 16, torch.device("cpu"))
+            window.load_state(saved)
+        found.append(bool(window.add(torch.tensor(value, dtype=torch.float64))))
+    assert found == decisions
+    assert [number for number, each in enumerate(found) if each][:3] == [10, 17, 20]
+    assert 1 <= sum(found[40:]) <= 1 + 16 / (1 + 3**2)  # as documented, updates resume
+    assert not found[2]  # the window was not half full
+    assert len(window.state()[0]) == 16
 
 
 def test_lion_keeps_its_moment_in_float32_beside_bfloat16_weights() -> None:

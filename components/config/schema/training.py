@@ -141,8 +141,15 @@ class TrainingConfig:
     """Do not train the parameters in whose names one of these regular expressions is found, such as [embed_tokens,
     'layers\\.[0-3]\\.']; applies after `trainable`. []: none. Not with adapters."""
     stop_after_skipped: int = 10
-    """Fail the run after this many consecutive steps whose gradients were not finite; such steps leave the weights
-    unchanged. 0: never."""
+    """Fail the run after this many consecutive steps whose update was skipped, because gradients were not finite or
+    because of skip_spikes; such steps leave the weights unchanged. 0: never."""
+    skip_spikes: float | None = None
+    """Skip the update of a step whose loss or gradient norm lies more than this many standard deviations (greater than
+    0, such as 6) above the mean of the last spike_window steps, skipped ones included; null: never. Nothing is skipped
+    before half of the window is filled. If the loss has risen for good, updates resume after about spike_window / (1 +
+    skip_spikes^2) steps; stop_after_skipped counts these steps, too."""
+    spike_window: int = 128
+    """Steps whose losses and gradient norms skip_spikes compares with, at least 4."""
     ema_decay: float | None = None
     """Keep an exponential moving average (EMA) of the trained weights with this decay, greater than 0 and less than 1,
     in float32 on the model's shards; null: none."""
@@ -184,6 +191,7 @@ class TrainingConfig:
                     "batch_size_ramp", self.batch_size_ramp, "global_batch_size", self.global_batch_size, 1
                 ),
                 *self._length_problems(),
+                *self._spike_problems(),
                 *self._average_problems(),
                 *self._early_stop_problems(),
             ]
@@ -281,6 +289,17 @@ class TrainingConfig:
             problems.append(
                 f"training.early_stop_min_delta={self.early_stop_min_delta}: has no effect without "
                 "training.early_stop_patience; set it"
+            )
+        return problems
+
+    def _spike_problems(self) -> list[str]:
+        problems = at_least("training.spike_window", self.spike_window, 4)
+        if self.skip_spikes is not None:
+            problems += above("training.skip_spikes", self.skip_spikes, 0)
+        elif self.spike_window != 128:
+            problems.append(
+                f"training.spike_window={self.spike_window}: has no effect without training.skip_spikes; set it, for "
+                "example to 6"
             )
         return problems
 

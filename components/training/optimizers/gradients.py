@@ -1,9 +1,10 @@
-"""From gradients to new weights: equal tp replicas, the global norm, clipping, and updates that skip non-finite norms.
+"""From gradients to new weights: equal tp replicas, the global norm, clipping, and updates that skip bad steps.
 
-A step of any optimizer is undone on the device if the gradients are not finite. Weights and state on the device are
-copied before the step and restored by a mask after it. State on the host (step counters on the CPU, Python numbers,
-state that the step created) is restored once the host reads the decision: before the next step, or before the
-optimizer's state dict is read. By then the device has computed the decision, so the host does not wait.
+A step of any optimizer is undone on the device if the gradients are not finite, or if its loss or norm is a spike.
+Weights and state on the device are copied before the step and restored by a mask after it. State on the host (step
+counters on the CPU, Python numbers, state that the step created) is restored once the host reads the decision: before
+the next step, or before the optimizer's state dict is read. By then the device has computed the decision, so the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from components.config.schema.training import TrainingConfig
 from components.training.state import HostCopy
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
@@ -128,13 +130,72 @@ def _norms_of_rows(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]
     return [rows, torch.linalg.vector_norm(flat[in_rows:], dtype=dtype)[None]]
 
 
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:
-    """Update the weights unless `norm` is not finite; return 1 if the update was skipped, else 0 (a scalar).
+class SpikeWindow:
+    """Losses and gradient norms of the last steps, on the device, and whether those of a new step are a spike.
+
+    The values of a skipped step enter the window, too, as in OLMo-core's SkipStepOptimizer: if the level has risen for
+    good, mean and deviation follow it within the window. Values that are not finite do not enter.
+    """
+
+    def __init__(self, deviations: float, size: int, device: torch.device) -> None:
+        """Begin with an empty window of `size` steps.
+
+        Args:
+            deviations: Standard deviations above the mean beyond which a value is a spike.
+        """
+        self.deviations = deviations
+        self._values = torch.full((2, size), torch.nan, dtype=torch.float64, device=device)
+
+    @classmethod
+    def of(cls, training: TrainingConfig, device: torch.device) -> SpikeWindow | None:
+        """Return the window of a run; None without training.skip_spikes."""
+        return None if training.skip_spikes is None else cls(training.skip_spikes, training.spike_window, device)
+
+    def __str__(self) -> str:
+        return (
+            f"spikes: updates are skipped if the loss or the gradient norm lies more than {self.deviations:g} standard "
+            f"deviations above the mean of the last {self._values.shape[1]} steps"
+        )
+
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a step's loss and gradient norm, (2,) float64; return whether one is a spike, a scalar on the device.
+
+        A norm that is not finite is no spike.
+        """
+        present = self._values.isfinite()
+        count = present.sum(1)
+        mean = torch.where(present, self._values, 0.0).sum(1) / count
+        squares = torch.where(present, self._values - mean[:, None], 0.0).square().sum(1)
+        spikes = values > mean + self.deviations * (squares / (count - 1)).sqrt()
+        is_finite = values.isfinite()
+        moved = torch.cat([self._values[:, 1:], values[:, None]], dim=1)
+        self._values = torch.where(is_finite.all(), moved, self._values)
+        return (spikes & (count >= self._values.shape[1] // 2)).any() & is_finite[1]
+
+    def state(self) -> list[list[float]]:
+        """Return the losses and the gradient norms, oldest first, for a checkpoint. Waits for the device."""
+        return [[value for value in each if value == value] for each in self._values.tolist()]
+
+    def load_state(self, saved: list[list[float]]) -> None:
+        """Continue with the values that `state` returned, the newest of them if the window is smaller now."""
+        window = torch.full_like(self._values, torch.nan, device="cpu")
+        size = window.shape[1]
+        for row, values in zip(window, saved, strict=True):
+            newest = values[-size:]
+            row[size - len(newest) :] = torch.tensor(newest, dtype=window.dtype)
+        self._values.copy_(window)
+
+
+def step_if_finite(
+    optimizer: torch.optim.Optimizer, norm: torch.Tensor, is_spike: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Update the weights unless `norm` is not finite or `is_spike`; return 1 if the update was skipped, else 0.
 
     The decision is made on the device, so the host does not wait. Adam's fused kernels read it themselves; for any
     other optimizer `masked_step` restores weights, moments and step counters.
     """
-    skipped = (~torch.isfinite(norm)).to(torch.float32)
+    is_bad = ~torch.isfinite(norm) if is_spike is None else ~torch.isfinite(norm) | is_spike
+    skipped = is_bad.to(torch.float32)
     if _honors_found_inf(optimizer):
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -149,8 +149,10 @@ def _muon(module: nn.Module, anatomy: Anatomy, groups: Callable[..., Any], confi
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if divided.matrices:  # some pipeline stage may hold none
         parameters = list({id(matrix.parameter): matrix.parameter for matrix in divided.matrices}.values())
-        kind = NorMuon if isinstance(config, NorMuonConfig) else Muon
-        optimizers["muon"] = kind(divided.matrices, config, groups(parameters))
+        if isinstance(config, NorMuonConfig):
+            optimizers["muon"] = NorMuon(divided.matrices, config, groups(parameters))
+        else:
+            optimizers["muon"] = Muon(divided.matrices, config, groups(parameters))
     if divided.others:
         optimizers["adamw"] = _adamw(groups(divided.others, config.adamw_lr), config)
     return optimizers
