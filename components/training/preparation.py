@@ -63,7 +63,14 @@ from components.training.evaluation import evaluate
 from components.training.objectives import PLAIN, TokenObjective
 from components.training.objectives.loss_head import attach_loss_head
 from components.training.optimizers.gradients import SpikeWindow
-from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
+from components.training.prepared import (
+    EmbeddingNoise,
+    Prepared,
+    StepSettings,
+    autocast_dtype,
+    compute_dtype,
+    stored_dtype,
+)
 from components.training.routers import attach_routers
 from components.training.state import TrainState
 from components.training.step import forward_loss, local_batch
@@ -158,7 +165,8 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
         (fill or models.fill_weights)(model, cfg.model, cfg.run.seed)
     layers.append(_start_from_adapter(model, cfg, run))
     counts = models.count_parameters(model)
-    notes = [*layers, *models.file_notes(model)] if trains else layers
+    noise = EmbeddingNoise.attached(model, anatomy, layout.stages, training, cfg.run.seed)
+    notes = [*layers, *models.file_notes(model), noise] if trains else layers
     prepared = Prepared(
         module=model,
         replica=distributed.wrap_replicas(model, mesh, cfg.parallelism, layout),
@@ -170,6 +178,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
             routers=routers,
             loss_head=loss_head,
+            noise=noise,
             spikes=None if training is None else SpikeWindow.of(training, device),
             flops=flops,
             counts_inputs=section(cfg, ScoreConfig) is not None,

@@ -1,4 +1,4 @@
-"""A parallelized model with its step settings, compute dtype, autocast and the moving average of its weights."""
+"""A parallelized model with its step settings, compute dtype, autocast, noise of embeddings and average of weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from components.batch import Batch
 from components.checkpoint.tensors import AVERAGE, AVERAGE_UPDATES, MODEL, Tensors, model_tensors
+from components.config.schema.data import IGNORED
 from components.config.schema.model import DType, ModelConfig
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.schema.training import EvalWeights, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline_schedule import Pipeline
+from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtype
 from components.training.objectives.loss_head import LossHead
 from components.training.optimizers.gradients import SpikeWindow, local_tensor
@@ -24,6 +28,7 @@ from components.training.routers import Routers
 from components.training.step_cost import StepFlops
 
 if TYPE_CHECKING:
+    from components.distributed.pipeline_stages import Stages
     from components.models.anatomy import Anatomy, ParameterCounts
 
 _CHUNK_BYTES = 64 * 1024**2
@@ -137,6 +142,115 @@ class WeightAverage:
             yield averages, weights
 
 
+class EmbeddingNoise:
+    """Uniform noise that is added to the output of a model's input embedding in training (NEFTune, Jain et al. 2023,
+    https://arxiv.org/abs/2310.05914).
+
+    The noise of a token is a hash of the seed, the step, its document's tokens, its position in the document and the
+    channel. So it depends neither on the mesh, micro-batches and packing, nor on the rank that computes a row; equal
+    documents of a step get the same noise. A document ends with the token that its last target predicts: what follows
+    is padding, or cannot affect a target.
+    """
+
+    KEYWORD = "embedding_noise_keys"
+    """Layer input of a batch, from `with_keys`."""
+
+    def __init__(self, alpha: float, seed: int) -> None:
+        self.alpha, self.seed = alpha, seed
+        self.step = 0
+        """Number of the step, which `training.Run` sets."""
+        self._keys: torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"embeddings: noise of NEFTune, alpha {self.alpha:g}, in training only"
+
+    @classmethod
+    def attached(
+        cls, model: nn.Module, anatomy: Anatomy, stages: Stages | None, training: TrainingConfig | None, seed: int
+    ) -> EmbeddingNoise | None:
+        """Return the noise of a run, with hooks on its parallelized model; None without training.neftune_alpha."""
+        if training is None or not training.neftune_alpha:
+            return None
+        if anatomy.embedding is None:
+            raise ConfigError(
+                f"training.neftune_alpha={training.neftune_alpha:g}: {type(model).__name__} has no input embedding for "
+                "the noise; set it to 0"
+            )
+        noise = cls(training.neftune_alpha, seed)
+        for module in [model] if stages is None else [each.module for each in stages.own]:
+            module.register_forward_pre_hook(noise._take_keys, with_kwargs=True)
+        model.get_submodule(anatomy.embedding).register_forward_hook(noise._add)
+        return noise
+
+    def with_keys(self, batch: Batch, *, predicts_next: bool) -> Batch:
+        """Return a batch of whole rows with the hash of each token and its document's length, (rows, seq, 2) int64.
+
+        Args:
+            predicts_next: Whether a target is the next token, which its document has, too; False for score heads.
+        """
+        rows, seq = batch.shape
+        position = torch.arange(seq, device=batch.input_ids.device).repeat(rows, 1)
+        bounds = batch.document_bounds
+        bounds = (torch.arange(2, device=position.device) * seq).expand(rows, 2) if bounds is None else bounds.long()
+        starts, ends = bounds[:, :-1], bounds[:, 1:]  # (rows, documents)
+        document = torch.searchsorted(ends.contiguous(), position, right=True)  # (rows, seq)
+        within = position - starts.gather(1, document)
+
+        def totals(values: torch.Tensor) -> torch.Tensor:
+            """Return the sum of int64 values (rows, seq) over the document of each token."""
+            before = F.pad(values.cumsum(1), (1, 0))
+            return (before.gather(1, ends) - before.gather(1, starts)).gather(1, document)
+
+        is_target = (batch.targets != IGNORED).long()
+        before = F.pad(is_target.cumsum(1), (1, 0))  # targets before each position
+        counts = before.gather(1, ends).gather(1, document) > before[:, :seq]  # this token or a later one has a target
+        if predicts_next:
+            counts = counts | (F.pad(counts[:, :-1], (1, 0)) & (within > 0))
+        start = _signed(self.seed * _INCREMENT + self.step * _MULTIPLIERS[0])
+        text = totals(_mixed(batch.input_ids * _signed(_INCREMENT) + _mixed(within)) * counts)
+        keys = _mixed(_mixed(text + start) + _mixed(within + 1))
+        values = torch.stack([keys, totals(counts.long()) * counts], dim=-1)
+        return replace(batch, layer_inputs={**batch.layer_inputs, self.KEYWORD: values})
+
+    def _take_keys(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._keys = kwargs.pop(self.KEYWORD, None)
+        return args, kwargs
+
+    def _add(self, embedding: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings (batch, seq, hidden) of a micro-batch with noise; unchanged for one without keys."""
+        if self._keys is None:
+            return output
+        hidden, dtype = output.shape[-1], torch.promote_types(output.dtype, torch.float32)
+        keys, lengths = self._keys.flatten(0, 1).unbind(-1)  # (tokens,)
+        scales = self.alpha * (lengths > 0) * (lengths.clamp(min=1) * hidden).to(dtype).rsqrt()
+        channels = (torch.arange(hidden, device=output.device) + 1) * _signed(_INCREMENT)
+        size = max(1, _NOISE_CHUNK // hidden)
+        noise = [
+            ((_mixed(key[:, None] + channels) >> 40).to(dtype) * (scale[:, None] * 2.0**-23)).to(output.dtype)
+            for key, scale in zip(keys.split(size), scales.split(size), strict=True)
+        ]  # the upper 24 bits, from -2^23 to 2^23 - 1: float32 represents them exactly
+        return output + torch.cat(noise).view(output.shape)
+
+
+_NOISE_CHUNK = 2**22
+"""Values of noise that are computed at a time: they need several int64 tensors of this size."""
+_INCREMENT, _MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Constants of SplitMix64 (Steele et al. 2014)."""
+
+
+def _signed(value: int) -> int:
+    """Return the signed integer with the lower 64 bits of `value`."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """Return SplitMix64's hash of int64 values, whose products wrap around."""
+    first, second = map(_signed, _MULTIPLIERS)
+    values = (values ^ (values >> 30 & 2**34 - 1)) * first  # int64 shifts copy the sign: the mask removes it
+    values = (values ^ (values >> 27 & 2**37 - 1)) * second
+    return values ^ (values >> 31 & 2**33 - 1)
+
+
 NOTE = (
     "deterministic: torch selects deterministic kernels; runs on the same mesh, devices and versions are bit-equal, "
     "and an operator without such a kernel ends the run"
@@ -163,6 +277,8 @@ class StepSettings:
     """Losses of routers and loads of experts in training steps; evaluation leaves them out."""
     loss_head: LossHead | None = None
     """How the loss is computed from hidden states; None: the model returns logits."""
+    noise: EmbeddingNoise | None = None
+    """Noise of embeddings in training steps; None: none."""
     spikes: SpikeWindow | None = None
     """Recent losses and gradient norms, by which the updates of spikes are skipped; None: no update is."""
     flops: StepFlops | None = None

@@ -113,11 +113,15 @@ class Run(Attempt):
                 f"training.ema_decay={cfg.training.ema_decay}: this recipe's model has no average; prepare it with "
                 "training.prepare or model.with_average(cfg.training), or set training.ema_decay=null"
             )
-        if cfg.training.skip_spikes is not None and model.settings.spikes is None:
-            raise ConfigError(
-                f"training.skip_spikes={cfg.training.skip_spikes:g}: this recipe's model has no window of recent "
-                "steps; prepare it with training.prepare, or set training.skip_spikes=null"
-            )
+        for key, value, off, present in (
+            ("skip_spikes", cfg.training.skip_spikes, "null", model.settings.spikes),
+            ("neftune_alpha", cfg.training.neftune_alpha or None, "0", model.settings.noise),
+        ):
+            if value is not None and present is None:
+                raise ConfigError(
+                    f"training.{key}={value:g}: this recipe's model was not prepared for it; prepare it with "
+                    f"training.prepare, or set training.{key}={off}"
+                )
         self._model, self._optimizer, self._batches = model, optimizer, batches
         for each in checkpoint.list_optimizers(optimizer):
             keep_group_rates(each, cfg.optimizer)
@@ -259,6 +263,8 @@ class Run(Attempt):
         for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
             self._step_contexts.enter_context(context)
         self._stop.flags[2] = self._clock.due()
+        if (noise := self._model.settings.noise) is not None:
+            noise.step = number
         return Step(self, number, self._report.next_batch(batches), self._stop.flags, began)
 
     def log(self, step: Step, **values: torch.Tensor | float) -> None:

@@ -36,7 +36,7 @@ from components.training.objectives import (
 )
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm, step_if_finite
 from components.training.prepared import Prepared, StepSettings
-from components.training.routers import SEQUENCE_WEIGHTS, Routers, sequence_weights
+from components.training.routers import SEQUENCE_WEIGHTS, sequence_weights
 from components.training.state import FIELDS, StepNumbers
 from components.training.sync import get_sync_ctx
 
@@ -67,7 +67,7 @@ def train_step(
     local_tokens = local_targets
     if settings.counts_inputs:
         local_tokens = torch.stack([count_inputs(each.targets) for each in device_batches]).sum() * settings.counts_rows
-    local_batches = [local_batch(batch, settings, settings.routers) for batch in device_batches]
+    local_batches = [local_batch(batch, settings, training=True) for batch in device_batches]
     seconds = torch.tensor([seconds_at_peak], dtype=torch.float64).to(settings.device, non_blocking=True)
     # units, targets, tokens, seconds at peak
     totals = sum_over_ranks(torch.cat([torch.stack([local_count, local_targets, local_tokens]), seconds]))
@@ -173,14 +173,16 @@ def _through_pipeline(
     return pipeline.forward_backward(batches, None, _head_keywords(max_targets, objective.token_loss), units)
 
 
-def local_batch(batch: Batch, settings: StepSettings, routers: Routers | None = None) -> Batch:
+def local_batch(batch: Batch, settings: StepSettings, *, training: bool = False) -> Batch:
     """Return this rank's shard of a micro-batch: under cp a shard of each row, else the batch itself.
 
     Args:
         batch: Unsharded rows, on the device.
-        routers: If given, the layer inputs include the sequence weights that they need.
+        training: Include the layer inputs of training: sequence weights for routers, and keys of the noise.
     """
-    if routers is not None:
+    if training and settings.noise is not None:
+        batch = settings.noise.with_keys(batch, predicts_next=not settings.counts_inputs)
+    if training and settings.routers is not None:
         weights = sequence_weights(batch.targets, batch.document_bounds)
         batch = replace(batch, layer_inputs={**batch.layer_inputs, SEQUENCE_WEIGHTS: weights})
     return shard_rows(batch, settings.mesh)

@@ -150,6 +150,10 @@ class TrainingConfig:
     skip_spikes^2) steps; stop_after_skipped counts these steps, too."""
     spike_window: int = 128
     """Steps whose losses and gradient norms skip_spikes compares with, at least 4."""
+    neftune_alpha: float = 0.0
+    """Add uniform noise in [-1, 1] times neftune_alpha / sqrt(tokens of the document x hidden size) to the output of
+    the embedding, in training forwards only (NEFTune, Jain et al. 2023), for example 5. The noise depends on run.seed,
+    the step and the document, so it is the same on every mesh. 0: none."""
     ema_decay: float | None = None
     """Keep an exponential moving average (EMA) of the trained weights with this decay, greater than 0 and less than 1,
     in float32 on the model's shards; null: none."""
@@ -185,6 +189,7 @@ class TrainingConfig:
                 *pattern_problems("training.trainable", self.trainable),
                 *pattern_problems("training.freeze", self.freeze),
                 *at_least("training.stop_after_skipped", self.stop_after_skipped, 0),
+                *at_least("training.neftune_alpha", self.neftune_alpha, 0),
                 *at_least("training.gc_every", self.gc_every, 0),
                 *_timeout_problems("training", self.step_timeout_seconds),
                 *self._ramp_problems(
