@@ -24,6 +24,8 @@ from components.config.schema.model import WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig, LionConfig, MuonConfig, NorMuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
 from components.planning.fake_rank import StorageTracker
+from components.training.optimizers.gradients import SpikeWindow
+from components.training.prepared import EmbeddingNoise
 from components.training.run import GarbageCollection
 from tests.distributed.packed import ROWS, SEQ_LEN
 from tests.gpu_ready import objectives
@@ -145,6 +147,8 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         loss_head=loss_head,
+        noise=EmbeddingNoise.attached(model, anatomy, layout.stages, cfg.training, cfg.run.seed),
+        spikes=SpikeWindow.of(cfg.training, CUDA),
     )
     return training.Prepared(model, settings, replica, compute_dtype=compute_dtype, anatomy=anatomy)
 
@@ -185,11 +189,12 @@ def values_read() -> Iterator[list[torch.Tensor]]:
 def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
     pack: bool = False, optimizer: str = "adamw", objective: str = "next_token", rows: Any = None,
-    evaluate: bool = True,
+    evaluate: bool = True, sizes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second.
 
     objective: "next_token", or one of objectives.py; distillation needs model.loss=chunked.
+    sizes: Further values of the section `training`.
     rows: Tokens of full rows, rows of a micro-batch and micro-batches of a step; None: small rows of random length.
     """
     eager: AbstractContextManager[Any] = nullcontext()
@@ -197,6 +202,7 @@ def step(
         find_optional()  # torchao
         eager = torch.compiler.set_stance("force_eager")  # the compiler needs a device
     cfg, full_rows, tracker, seq_len = config_of(model or {}, axes, peft, pack, optimizer), None, None, SEQ_LEN
+    cfg = replace(cfg, training=replace(cfg.training, **(sizes or {})))
     if rows:
         seq_len, micro_batch_size, count = rows
         cfg.training.seq_len, cfg.training.micro_batch_size = seq_len, micro_batch_size

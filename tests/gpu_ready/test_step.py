@@ -63,6 +63,13 @@ TRAINED = {
     "lion": Trained(
         OPTIMIZERS, ["tp with sequence parallelism"], {"optimizer": "lion"}, None, (operators_with("_foreach_sign"), 1)
     ),
+    "noise and spikes": Trained(
+        [*OPTIMIZERS, "cp by ulysses"],
+        ["pp", "cp by ulysses"],
+        {"sizes": {"neftune_alpha": 5.0, "skip_spikes": 6.0}, "pack": True, "model": MIXED},
+        None,
+        (operators_with("bitwise_xor"), 7),
+    ),
     # Newton-Schulz iterations run on the device, and the exchange with owner ranks does not wait.
     "muon": Trained(OPTIMIZERS, ["hsdp", OPTIMIZERS[2]], {"optimizer": "muon"}, None, (operators_with("addmm"), 11)),
     "normuon": Trained(OPTIMIZERS, ["pp"], {"optimizer": "normuon"}, None, (operators_with("addmm"), 11)),

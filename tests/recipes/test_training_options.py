@@ -178,6 +178,46 @@ def test_three_stages_give_one_loss_curve_on_one_and_two_processes_and_resumed_w
     assert "run.accept_changes=[data.stages]" in refused.errors
 
 
+SPIKE = """            if model.settings.noise is not None:
+                run.log(step, noise_step=model.settings.noise.step)
+            if step.number == 7:
+                from dataclasses import replace
+                import torch
+                step.batches = [
+                    replace(each, token_weights=torch.full(each.shape, 100.0, dtype=torch.float64))
+                    for each in step.batches
+                ]
+"""
+
+
+def test_noise_and_the_window_of_spikes_continue_on_another_mesh(texts: Bench) -> None:
+    """A spike after the resume, within half a window of it: only the values in the checkpoint tell that it is one."""
+    options = (
+        *("training.max_steps=9", "training.neftune_alpha=5", "training.skip_spikes=6", "training.spike_window=8"),
+        *("checkpoint.every=5", "data.max_eval_samples=4", "training.log_every=1"),
+    )
+    texts.copy("pretrain.py", (STEP, SPIKE + STEP))
+    whole = texts.complete(*TEXTS, *options, SINGLE, "run.dir=whole")
+    assert "step      7  update skipped: its loss or gradient norm is a spike" in whole.output
+    texts.copy("pretrain.py", (STEP, SPIKE + STEP), EXIT_AFTER_SAVE)
+    assert texts.run(*TEXTS, *options, SINGLE, "run.dir=again").status == 9
+    texts.copy("pretrain.py", (STEP, SPIKE + STEP))
+    again = texts.complete(*TEXTS, *options, "parallelism=fsdp2", TWO, "run.dir=again")
+    assert "step      7  update skipped" in again.output
+    expected, found = texts.lines("whole", "grad_norm"), texts.lines("again", "grad_norm")
+    assert [line["step"] for line in found] == [line["noise_step"] for line in found] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert expected[6]["loss"] > 50 * expected[5]["loss"]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-4)
+    for folder in ("whole", "again"):
+        result = json.loads((texts.folder / folder / "result.json").read_text())
+        assert (result["skipped_steps"], result["spikes"]) == (1, 1)
+    short = ("training.max_steps=1", "training.log_every=1", "data.max_eval_samples=4", SINGLE, "run.dir=plain")
+    plain = texts.complete(*TEXTS, *short)
+    assert "NEFTune" not in plain.output
+    assert abs(texts.lines("plain", "grad_norm")[0]["loss"] / expected[0]["loss"] - 1) > 1e-4
+
+
 def test_every_row_is_used_once_per_epoch_also_by_a_resumed_run(bench: Bench) -> None:
     for name, count in (("train", 10), ("eval", 2)):
         rows = [{"prompt": f"{name} {number}?", "response": "x" * (1 + number)} for number in range(count)]

@@ -246,6 +246,12 @@ def test_only_consecutive_skipped_steps_abort_the_run(stop_after: int, skips: st
     assert first_aborted(TrainState(), TrainingConfig(stop_after_skipped=stop_after), skips) == aborted_at
 
 
+def test_message_names_the_setting_that_skips_spikes() -> None:
+    policy, state = TrainingConfig(stop_after_skipped=2, skip_spikes=6.0), TrainState(step=9, skipped_in_a_row=2)
+    with pytest.raises(NonFiniteGradients, match=r"not finite or were spikes \(training\.skip_spikes=6\), and their"):
+        state.raise_if_diverged(replace(metrics(9, skipped=True), is_spike=True), policy)
+
+
 @pytest.mark.parametrize(("skips", "trained"), [("xxx", False), ("xx.", True), (".xx", True), ("", True)])
 def test_run_without_a_finite_step_has_failed(skips: str, trained: bool) -> None:
     state = TrainState()

@@ -28,6 +28,7 @@ _NAMES = {
     "training.eval_every": "eval_steps eval_interval evaluation_steps eval_strategy evaluation_strategy "
     "evals_per_epoch run_val_every_n_steps",
     "training.max_grad_norm": "grad_clip gradient_clipping clip_grad clip_grad_norm gradient_clip_val",
+    "training.neftune_alpha": "neftune_noise_alpha neftune_alpha noise_alpha",
     "checkpoint.every": "save_steps save_interval save_every checkpoint_interval save_strategy saves_per_epoch",
     "checkpoint.keep": "save_total_limit keep_last max_checkpoints",
     "run.resume": "resume_from_checkpoint resume_from load_checkpoint",
