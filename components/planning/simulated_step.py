@@ -74,8 +74,8 @@ from components.planning.simulation import (
     simulated_config,
 )
 from components.protocol.errors import EXIT_INVALID, ConfigError, field_values
+from components.training.attempt import GarbageCollection
 from components.training.objectives.preference import REFERENCE
-from components.training.run import GarbageCollection
 from components.training.step_cost import Traffic, record_traffic, traffic_table
 
 _CPU = torch.device("cpu")

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 from components import package
 
 if TYPE_CHECKING:
-    from components.training.attempt import EvaluationRun, ReadAhead
+    from components.config.schema.optimizer import learning_rate
+    from components.training.attempt import EvaluationRun, GarbageCollection, ReadAhead
     from components.training.context import RunContext
     from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
     from components.training.harness import BenchmarkTasks, evaluate_tasks, load_tasks
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from components.training.objectives.teacher import build_distillation, teacher_run_config
     from components.training.objectives.teacher_store import TeacherStore, build_teacher_store
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
-    from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
+    from components.training.optimizers.optim import build_optimizer, set_learning_rate
     from components.training.preparation import (
         GradSync,
         RecomputePolicy,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     )
     from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
     from components.training.routers import Routers, attach_routers
-    from components.training.run import GarbageCollection, Run, Step
+    from components.training.run import Run, Step
     from components.training.state import (
         FIELDS,
         NonFiniteGradients,

@@ -22,18 +22,17 @@ from components.config.schema.model import NO_FLEX_BACKWARD, Attention, DType, F
 from components.config.schema.objective import (
     DistillationConfig,
     ObjectiveConfig,
-    PreferenceConfig,
-    RewardConfig,
     ScoreConfig,
 )
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import ActivationCheckpointing, ParallelismConfig
 from components.config.schema.recipes import (
-    EvaluateConfig,
     RecipeConfig,
     TrainConfig,
+    frozen_config,
     score_labels,
     section,
+    sizes_in_rows,
     with_section,
 )
 from components.config.schema.run import PeftConfig
@@ -125,7 +124,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: RunConte
 
     Raises ConfigError for a model that the mesh cannot run.
     """
-    mesh, device, training = run.mesh, run.device, _sizes_in_rows(cfg)
+    mesh, device, training = run.mesh, run.device, sizes_in_rows(cfg)
     trains = training is not None
     dtype, dtype_note = compute_dtype(cfg.model, device, adapts=_adapters(cfg).adapts)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
@@ -225,16 +224,6 @@ def _stored_dtype(cfg: RecipeConfig, run: RunContext) -> DType:
     return stored_dtype(cfg.model, run.device, adapts=_adapters(cfg).adapts)
 
 
-def _sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
-    """Return the training section with batch sizes in rows, two of which are a pair of answers."""
-    training = section(cfg, TrainingConfig)
-    if training is None or (section(cfg, PreferenceConfig) or section(cfg, RewardConfig)) is None:
-        return training
-    return replace(
-        training, global_batch_size=2 * training.global_batch_size, micro_batch_size=2 * training.micro_batch_size
-    )
-
-
 def _model_config(cfg: RecipeConfig) -> ModelConfig:
     """Return the model section; distillation needs both models' logits in the same chunks."""
     return cfg.model if section(cfg, DistillationConfig) is None else replace(cfg.model, loss=LossMethod.chunked)
@@ -251,24 +240,6 @@ def prepare_frozen(cfg: TrainConfig, run: RunContext, vocabulary: int, model: Mo
     prepared = prepare(frozen_config(cfg, model), RunContext(run.mesh, run.device), vocabulary)
     prepared.module.requires_grad_(False).eval()
     return prepared
-
-
-def frozen_config(cfg: TrainConfig, model: ModelConfig) -> EvaluateConfig:
-    """Return the config of a model that is not trained, with the mesh and the batch sizes of a training run."""
-    rows = _sizes_in_rows(cfg) or cfg.training
-    return EvaluateConfig(
-        run=cfg.run,
-        cluster=cfg.cluster,
-        parallelism=cfg.parallelism,
-        model=model,
-        data=cfg.data,
-        logging=cfg.logging,
-        evaluation=EvaluationConfig(
-            seq_len=rows.seq_len,
-            micro_batch_size=rows.micro_batch_size,
-            step_timeout_seconds=rows.step_timeout_seconds,
-        ),
-    )
 
 
 def _adapters(cfg: RecipeConfig) -> PeftConfig:

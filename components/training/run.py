@@ -6,11 +6,10 @@ ignore an evaluation or a save that is due.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +21,15 @@ from components import checkpoint, data, models, observability
 from components.checkpoint.load import STORED_DTYPE
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.data import Balance
+from components.config.schema.optimizer import learning_rate
 from components.config.schema.recipes import TrainConfig
 from components.config.stored_run import STEP_KEYS, run_title
 from components.data.dataset import MixtureFacts
 from components.json_collectives import broadcast_json
 from components.protocol.errors import ConfigError, raise_all
-from components.training.attempt import Attempt, ReadAhead
+from components.training.attempt import Attempt, GarbageCollection, ReadAhead
 from components.training.optimizers.muon import Muon
-from components.training.optimizers.optim import AdamW8bit, keep_group_rates, learning_rate, set_learning_rate
+from components.training.optimizers.optim import AdamW8bit, keep_group_rates, set_learning_rate
 from components.training.state import SaveClock, StepMetrics, StepReader, TrainState
 from components.training.step_cost import StepProfile, StepTraffic
 from components.watch.faults import arm_bit_flips
@@ -483,38 +483,3 @@ class Step:
         """End the step with the metrics that `train_step` returned, and log them; on a GPU those of the step before."""
         self.is_done = True
         self.run._end_step(self, numbers)
-
-
-class GarbageCollection:
-    """Context in which Python's automatic collection is off and garbage is collected after every `every` steps.
-
-    Otherwise a rank may pause for a long collection in the middle of a step while all others wait for it. Objects that
-    exist on entry (model, optimizer, modules) are frozen, that is excluded from collections. With `every` 0 nothing
-    changes.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._steps = 0
-
-    def __enter__(self) -> GarbageCollection:
-        if self._every:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._every:
-            gc.enable()
-            gc.unfreeze()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Count the body as one optimizer step, and collect after it if `every` steps have passed."""
-        yield
-        self._steps += 1
-        if self._every and self._steps % self._every == 0:
-            gc.collect()

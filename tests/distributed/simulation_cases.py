@@ -34,7 +34,7 @@ from components.config.schema.training import TrainingConfig
 from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
 from components.planning.simulated_step import _synthetic_batches, build_objective, simulate_step
 from components.planning.simulation import SimulatedRank
-from components.training.run import GarbageCollection
+from components.training.attempt import GarbageCollection
 from components.training.step_cost import record_traffic, traffic_table
 from scripts._memory.ranks import allocations, highest
 from tests.harness import run_ranks

@@ -24,9 +24,9 @@ from components.config.schema.model import WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig, LionConfig, MuonConfig, NorMuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
 from components.planning.fake_rank import StorageTracker
+from components.training.attempt import GarbageCollection
 from components.training.optimizers.gradients import SpikeWindow
 from components.training.prepared import EmbeddingNoise
-from components.training.run import GarbageCollection
 from tests.distributed.packed import ROWS, SEQ_LEN
 from tests.gpu_ready import objectives
 from tests.gpu_ready.device import FakeCuda, Record

@@ -10,7 +10,7 @@ model.py        model, precision, kernels
 data.py         sources, splits, columns; one class per kind
 training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
 objective.py    training loss, one class per kind; teacher
-optimizer.py    update rule and learning-rate schedule; one class per kind
+optimizer.py    update rule and learning-rate schedule, also as a function; one class per kind
 parallelism.py  device mesh and sharding
 cluster.py      nodes, processes, devices, timeouts; one class per kind
 schedulers.py   parts of `cluster` for Slurm jobs and for Kubernetes jobs

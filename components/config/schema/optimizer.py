@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from components.protocol.errors import IMPORT_PATH, above, at_least, own_kind, pattern_problems, raise_all, within
 
 if TYPE_CHECKING:
-    from components.config.schema.training import TrainingConfig
+    from components.config.schema.training import StageConfig, TrainingConfig
 
 
 class OptimizerKind(StrEnum):
@@ -286,3 +288,38 @@ def _beta_problems(betas: list[float]) -> list[str]:
     if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
         return []
     return [f"optimizer.betas={betas}: must be two numbers in [0, 1)"]
+
+
+def learning_rate(config: OptimizerConfig, step: int, max_steps: int, stages: Sequence[StageConfig] = ()) -> float:
+    """Return the learning rate of optimizer step `step` (the first is 0) of `max_steps`.
+
+    The warmup rises linearly to `lr`; under every decaying schedule the last step has `lr x min_lr_ratio`. A run
+    shorter than its warmup never reaches `lr`. Stages multiply the rate by a factor that changes linearly to the
+    `lr_ratio` of a stage's last step.
+    """
+    factor, start = 1.0, 0
+    for stage in stages:
+        end = max_steps if stage.until_step is None else stage.until_step
+        target = factor if stage.lr_ratio is None else stage.lr_ratio
+        if step < end:
+            factor += (target - factor) * (step - start + 1) / (end - start)
+            break
+        factor, start = target, end
+    return factor * _scheduled_rate(config, step, max_steps)
+
+
+def _scheduled_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    floor = config.lr * config.min_lr_ratio
+    decay_steps = max_steps - config.warmup_steps
+    if config.schedule == Schedule.wsd:
+        decay_steps = config.decay_steps or max(1, max_steps // 10)
+    done = (step - (max_steps - decay_steps) + 1) / decay_steps  # 1 at the last step
+    match config.schedule:
+        case Schedule.constant:
+            return config.lr
+        case Schedule.cosine:
+            return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
+        case Schedule.linear | Schedule.wsd:
+            return config.lr + (floor - config.lr) * max(0.0, done)

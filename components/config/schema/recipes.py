@@ -184,6 +184,34 @@ def frozen_model(cfg: RecipeConfig) -> ModelConfig | None:
     return None
 
 
+def sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
+    """Return the training section with batch sizes in rows, two of which are a pair of answers."""
+    training = section(cfg, TrainingConfig)
+    if training is None or (section(cfg, PreferenceConfig) or section(cfg, RewardConfig)) is None:
+        return training
+    return replace(
+        training, global_batch_size=2 * training.global_batch_size, micro_batch_size=2 * training.micro_batch_size
+    )
+
+
+def frozen_config(cfg: TrainConfig, model: ModelConfig) -> EvaluateConfig:
+    """Return the config of a model that is not trained, with the mesh and the batch sizes of a training run."""
+    rows = sizes_in_rows(cfg) or cfg.training
+    return EvaluateConfig(
+        run=cfg.run,
+        cluster=cfg.cluster,
+        parallelism=cfg.parallelism,
+        model=model,
+        data=cfg.data,
+        logging=cfg.logging,
+        evaluation=EvaluationConfig(
+            seq_len=rows.seq_len,
+            micro_batch_size=rows.micro_batch_size,
+            step_timeout_seconds=rows.step_timeout_seconds,
+        ),
+    )
+
+
 def named_models(cfg: RecipeConfig) -> dict[str, str]:
     """Return the paths of the models, tokenizers and adapters that a run loads, by key; not URLs."""
     model = cfg.model

@@ -22,7 +22,7 @@ from components import data, models
 from components.batch import Batch
 from components.config.compute_rules import vocabulary_problem
 from components.config.schema.model import ModelConfig
-from components.config.schema.recipes import DistillConfig, EvaluateConfig, teacher_model
+from components.config.schema.recipes import DistillConfig, EvaluateConfig, frozen_config, teacher_model
 from components.config.teacher_files import (
     LOG_PROBS,
     REMEDY,
@@ -42,7 +42,7 @@ from components.training.objectives.base import Vocabulary
 from components.training.objectives.chunked_loss import Head
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
 from components.training.objectives.loss_head import local_head, vocabulary_of
-from components.training.preparation import frozen_config, prepare_frozen
+from components.training.preparation import prepare_frozen
 from components.training.prepared import Prepared
 from components.training.step import last_hidden
 
