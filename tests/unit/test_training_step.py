@@ -19,7 +19,14 @@ from components import training
 from components.batch import Batch
 from components.checkpoint.tensors import list_optimizers
 from components.config.schema import AdamWConfig, Schedule
-from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig, MuonConfig, SGDConfig
+from components.config.schema.optimizer import (
+    AdamW8bitConfig,
+    CustomOptimizerConfig,
+    LionConfig,
+    MuonConfig,
+    NorMuonConfig,
+    SGDConfig,
+)
 from components.config.schema.training import StageConfig, TrainingConfig
 from components.models.anatomy import read_anatomy
 from components.models.attention import use_causal_sdpa
@@ -296,6 +303,8 @@ def test_groups_have_their_own_rates_in_every_optimizer() -> None:
         SGDConfig(lr=0.1, groups=groups, weight_decay=0.01),
         AdamW8bitConfig(lr=0.1, groups=groups),
         MuonConfig(lr=0.1, adamw_lr=0.4, groups=groups, weight_decay=0.01),
+        NorMuonConfig(lr=0.1, adamw_lr=0.4, groups=groups, weight_decay=0.01),
+        LionConfig(lr=0.1, groups=groups, weight_decay=0.01),
         CustomOptimizerConfig(factory="torch.optim:Adagrad", lr=0.1, groups=groups),
     ]
     for config in kinds:

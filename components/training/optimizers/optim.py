@@ -1,4 +1,4 @@
-"""Optimizers of a config, learning-rate schedules as pure functions, Lion, and AdamW with moments in 8 bits.
+"""Optimizers of a config with their parameter groups, Lion, and AdamW with moments in 8 bits.
 
 The 8-bit AdamW works on any mesh, with the arithmetic and the quantization of torchao (Dettmers et al. 2022,
 https://arxiv.org/abs/2110.02861): each block of consecutive values is divided by its largest magnitude and rounded to
