@@ -350,7 +350,8 @@ def read_adapter(model: PreTrainedModel, cfg: PeftConfig) -> str:
     targets = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     sources = _peft_names(targets)
     _check_adapter(cfg, stored, {sources[name]: _peft_shape(name, each) for name, each in targets.items()}, model)
-    head, embedding = _tied_head(model, stored.shapes()), model.get_input_embeddings().weight
+    head = _tied_head(model, stored.shapes())
+    embedding = next(model.get_input_embeddings().parameters(recurse=False), None)  # on the first pipeline stage only
     for name, parameter in targets.items():
         source = sources[name]
         if head and parameter is embedding:

@@ -207,16 +207,15 @@ def test_the_remedies_for_a_tokenizer_larger_than_the_embedding_work(tmp_path: P
     """Of a checkpoint, another vocab_size is no remedy: its weights have the size of its own vocabulary."""
     folder = tiny_folder(tmp_path / "small", "llama")
     tokenizer = load_tokenizer(scratch())
-    tokenizer.add_tokens([f"<x{number}>" for number in range(AutoConfig.from_pretrained(folder).vocab_size)])
+    tokens = [f"<x{number}>" for number in range(AutoConfig.from_pretrained(folder).vocab_size)]
+    tokenizer.add_tokens(tokens)
     cfg = ModelConfig(path=str(folder))
-    with pytest.raises(ConfigError, match=r"its embedding has .* rows, but the tokenizer .* tokens; save it") as caught:
+    remedy = r"its embedding has .* rows, but the tokenizer .* tokens; .* model.new_tokens to the tokens that it lacks"
+    with pytest.raises(ConfigError, match=remedy) as caught:
         build_on_meta(cfg, vocab_size=len(tokenizer))
-    (tokens,) = re.findall(r"model.resize_token_embeddings\((\d+)\)", str(caught.value))
     (most,) = re.findall(r"model.tokenizer to one with at most (\d+) tokens", str(caught.value))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.resize_token_embeddings(int(tokens))
-    model.save_pretrained(tmp_path / "large")
-    larger = ModelConfig(path=str(tmp_path / "large"))
+    larger = ModelConfig(path=str(folder), tokenizer="bytes", new_tokens=tokens)
+    assert len(load_tokenizer(larger)) == len(tokenizer)
     built = build_on_meta(larger, vocab_size=len(tokenizer))
     materialize(built, "cpu")
     assert load_weights(built, larger) == []
