@@ -42,11 +42,15 @@ class Conversation(NamedTuple):
     @property
     def turns(self) -> list[int]:
         """Indices of the messages that begin a turn: the first after the system messages, and each user message that
-        follows one of another role."""
+        follows one of another role, or the system messages right before it."""
         roles = [message["role"] for message in self.messages]
         first = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), 0)
-        later = (i for i in range(first + 1, len(roles)) if roles[i] == "user" != roles[i - 1])
-        return [first, *later]
+        turns = [first]
+        for start in (i for i in range(first + 1, len(roles)) if roles[i] == "user" != roles[i - 1]):
+            while roles[start - 1] in _SYSTEM_ROLES:
+                start -= 1
+            turns.append(start)
+        return turns
 
     def with_last_turn_trained(self) -> Conversation:
         """Return the conversation with a loss only on the turn of its last assistant message."""
@@ -101,7 +105,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 _CALL_FORMS = {
-    "<tool_call>": r"<tool_call>\s*(?P<body>.*?)\s*</tool_call>",
+    "<tool_call>": r"<tool_call>(?P<body>.*?)</tool_call>",
     "<function=>": r"(?P<body><function=.*?</function>)",
     "[TOOL_CALLS] list": r"\[TOOL_CALLS\]\s*(?P<body>\[.*\])",
     "[TOOL_CALLS]": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?"

@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile, Manifest, fail_together
 from components.checkpoint.tensors import Tensors
+from components.config.schema.model import DType
 from components.config.schema.run import PeftConfig
 from components.json_collectives import all_gather_json, this_rank, world_size
 from components.models.anatomy import has_adapters
@@ -409,12 +410,16 @@ def load_adapter(model: PreTrainedModel, cfg: PeftConfig, stored: torch.dtype) -
     if not trained_over:
         return f"adapter: from {cfg.path}, which does not state the weights that it was trained over"
     dtype, _, expected = trained_over.partition(" ")
+    if dtype not in set(DType) - {DType.auto}:
+        raise ConfigError(
+            f"peft.path={cfg.path}: the header of its weights is damaged ({trained_over!r:.60}); correct it"
+        )
     found = base_fingerprint(model, {stored: torch_dtype(dtype)})
     if found != expected:
         raise ConfigError(
             f"peft.path={cfg.path}: the adapter was trained over other base weights (fingerprint {expected}, {dtype}) "
-            f"than the ones from model.path, model.config and peft.method (fingerprint {found}); restore those "
-            "settings, or give another adapter"
+            f"than the ones from model.path, model.config, model.dtype and peft.method (fingerprint {found}); restore "
+            "those settings, or give another adapter"
         )
     return f"adapter: from {cfg.path}, trained over these base weights"
 

@@ -28,9 +28,14 @@ _SETTINGS = (
 """JSON files of a model's folder that hold an object."""
 _OTHER_FEATURES = (
     *("bias", "lora_bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "layer_replication"),
-    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "lora_ga_config"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "lora_ga_config", "kasa_config", "velora_config"),
+    "monteclora_config",
 )
 """Keys of an adapter_config.json that change what an adapter computes, and that are not supported."""
+_KEPT_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` under which the base weights stay as they are: PiSSA and others change them."""
+_LEFT_OUT = {"lm_head", "embed_out", "score"}
+"""Modules that an adapter may save unasked: the head of a tied embedding, and a score head."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of a config.json that describe quantized weights."""
 _METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4", "mxfp8")
@@ -155,8 +160,8 @@ def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
     """Return how the adapter_config.json at peft.path differs from the adapters of this run."""
     given = f"peft.path={peft.path}"
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type", "unknown") if isinstance(config, dict) else "no JSON object"
-        return [f"{given}: its {ADAPTER_FILES[0]} is of kind {kind}; give an adapter of LoRA"]
+        kind = f"is of kind {config.get('peft_type')}" if isinstance(config, dict) else "holds no JSON object"
+        return [f"{given}: its {ADAPTER_FILES[0]} {kind}; give an adapter of LoRA"]
     settings = {
         "rank": ("r", peft.rank),
         "alpha": ("lora_alpha", peft.alpha),
@@ -166,8 +171,13 @@ def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
     problems = [
         f"peft.{key}={own}: the adapter at {given} has {config[name]}; set peft.{key}={str(config[name]).lower()}"
         for key, (name, own) in settings.items()
-        if config.get(name, own) != own
+        if config.get(name, own) != own and (config.get(name) is not None or own is True)
     ]
+    if (method := config.get("init_lora_weights")) not in _KEPT_BASE:
+        problems.append(
+            f"{given}: was initialized by {method}, which changes the base weights; convert it by PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
     problems += [
         f"{given}: uses PEFT's {name}={config[name]}, which is not supported; give another adapter"
         for name in _OTHER_FEATURES
@@ -178,11 +188,13 @@ def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
         ("target_parameters", "target_parameters", peft.target_parameters),
         ("modules_to_save", "modules_to_save", peft.modules_to_save),
     ):
-        theirs = config.get(name) or []
-        theirs = theirs if isinstance(theirs, str) else sorted(map(str, theirs))
-        if isinstance(theirs, str) or own == [ALL_LINEAR]:  # compared with the layers of the model later
+        listed = config.get(name) or []
+        if not isinstance(listed, list | str):
+            problems.append(f"{given}: {ADAPTER_FILES[0]}: {name} must be a list of names; correct the file")
+        if not isinstance(listed, list) or own == [ALL_LINEAR]:  # compared with the layers of the model later
             continue
-        if not (_covers(own, theirs) and _covers(theirs, own)):
+        theirs = sorted(map(str, listed))
+        if not (_covers({*own, *_LEFT_OUT}, theirs) and _covers({*theirs, *_LEFT_OUT}, own)):
             problems.append(
                 f"peft.{key}=[{','.join(own)}]: the adapter at {given} has [{','.join(theirs)}]; set peft.{key}="
                 f"[{','.join(theirs)}]"

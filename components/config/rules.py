@@ -347,6 +347,9 @@ def _preference_problems(
         problems.append(
             f"objective.reference={reference}: the model without its adapters already is the reference, without a "
             "second copy; set objective.reference to adapters_off or precomputed"
+            if peft is None or peft.path is None
+            else f"objective.reference={reference}: the reference is the model with the adapter at peft.path, of which "
+            "there is no second copy; set objective.reference=precomputed"
         )
     if peft is not None and peft.adapts and peft.dropout:
         problems.append(

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 Row = Example | PackedRow | RowPair | PackedPairRow
 Rows = Dataset | PackedDataset | TokenRows | MixtureDataset | PairedRows | PackedPairs
 
-_PREFETCHED_STEPS = 8
-"""Optimizer steps whose rows are fetched from an object store before they are used."""
+_PREFETCHED_STEPS = 8  # whose rows are fetched from an object store before they are used
 _MEASURED_STEPS = 8  # whose costs the banner states
-_CUDA_ROUNDING = 128
-"""Multiple to which the length of unpacked rows is rounded up on a GPU."""
+_CUDA_ROUNDING = 128  # multiple to which the length of unpacked rows is rounded up on a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +327,7 @@ class TrainBatches:
             "size": self._order.size,
             "fingerprint": self._fingerprint,
             **({"stage_starts": self._begun(self._starts)} if self._plan.stages else {}),
+            **({"drawn": self._order.drawn(self._sample)} if isinstance(self._order, MixtureOrder) else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any], accepted: Collection[str] = ()) -> None:
@@ -363,6 +362,8 @@ class TrainBatches:
         known = self._begun(state.get("stage_starts", []))
         self._starts = [*known, *starts[len(known) :]]
         self._order = self._order_of(self._order.seed)
+        if isinstance(self._order, MixtureOrder) and (self._plan.stages or "stage_starts" in state):
+            self._order.check_drawn(state.get("drawn", {}), self._sample, self._step)
 
     def _assembled(self, sample: int, steps: range) -> Iterator[list[Batch]]:
         remote = self.dataset if isinstance(self.dataset, ItemSequence) and self.dataset.is_remote else None

@@ -481,7 +481,10 @@ def prompts_of_calls(dataset: HasPrompts, count: int) -> list[Prompt]:
     turns = [prompt for prompt in dataset.prompts if prompt.calls is not None]
     readable = [prompt for prompt in turns if prompt.calls]
     if count and not readable:
-        reason = "the held-out conversations have no answer with tool calls after a prompt of less than seq_len tokens"
+        reason = (
+            "the held-out conversations have no answer with tool calls, or the first of them all follow prompts of "
+            "seq_len tokens or more"
+        )
         if turns:
             reason = (
                 "the tool calls cannot be read from the text that the chat template renders; those in <tool_call>, "

@@ -160,6 +160,20 @@ class MixtureOrder:
         (start, shares), before = self._shares_at(positions)
         return [earlier + count for earlier, count in zip(before, shares.counts(positions - start), strict=True)]
 
+    def drawn(self, positions: int) -> dict[str, int]:
+        """Return the rows of each source among the first `positions` rows, by name."""
+        return dict(zip(self.names, self.counts(positions), strict=True))
+
+    def check_drawn(self, before: Mapping[str, int], positions: int, steps: int) -> None:
+        """Raise ConfigError if the rows of a run's first `steps` steps, by source, were others than here."""
+        drawn = self.drawn(positions)
+        if any(drawn.get(name, 0) != count for name, count in before.items()):
+            rows = [", ".join(f"{count:,} of {name}" for name, count in each.items()) for each in (before, drawn)]
+            raise ConfigError(
+                f"data.stages: in the {steps} steps that are done the run drew {rows[0]} rows, but with these stages "
+                f"it would have drawn {rows[1]}; keep the stages that have begun, with their weights"
+            )
+
     def _shares_at(self, position: int) -> tuple[tuple[int, Shares], list[int]]:
         """Return the shares at a position with that of their first row, and the rows of each source before that."""
         current, before = (0, self.shares), [0] * len(self.sizes)

@@ -300,8 +300,8 @@ def _reject_idle_stages(layers: list[nn.Module], ranges: list[range]) -> None:
     if idle:
         raise ConfigError(
             f"parallelism.pp: no layer of pipeline stage {idle[0]} is trained or has an adapter, so that its backward "
-            "computes nothing; set a smaller parallelism.pp, or train more: training.freeze=[], or "
-            "peft.targets=[all-linear]"
+            "computes nothing; set a smaller parallelism.pp, or train more, by training.freeze and training.trainable, "
+            "or by peft.targets=[all-linear]"
         )
 
 

@@ -159,13 +159,13 @@ def _task_problems(cfg: RecipeConfig) -> list[str]:
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:
-    problems = [problem for key, path in named_models(cfg).items() for problem in check_settings(path, key)]
+    paths, peft = named_models(cfg), section(cfg, PeftConfig)
+    problems = [problem for key, path in paths.items() for problem in check_settings(path, key)]
     if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
         problems += check_weights(cfg.model.path)
     if (teacher := section(cfg, TeacherConfig)) is not None and teacher.path is not None:
         problems += check_weights(teacher.path, "teacher.path")
-    peft = section(cfg, PeftConfig)
-    return problems if peft is None else problems + check_adapter(peft)
+    return problems if peft is None or "peft.path" not in paths else problems + check_adapter(peft)
 
 
 def _teacher_problems(cfg: RecipeConfig, student: ModelShape) -> list[str]:

@@ -140,6 +140,8 @@ def _grow_vocabulary(config: PreTrainedConfig, cfg: ModelConfig, vocab_size: int
     if not cfg.new_tokens:
         return range(0)
     tokens, text_config = vocab_size or len(load_tokenizer(cfg)), config.get_text_config()
+    if text_config.vocab_size < tokens - len(cfg.new_tokens):
+        raise ConfigError(_explain_vocabulary(cfg, text_config.vocab_size, tokens - len(cfg.new_tokens)))
     text_config.vocab_size = max(text_config.vocab_size, tokens)
     return range(tokens - len(cfg.new_tokens), tokens)
 

@@ -27,7 +27,7 @@ from components.config.model_files import ADAPTER_FILES, adapter_folder, adapter
 from components.config.schema.run import PeftConfig, PeftExport
 from components.json_collectives import all_gather_json
 from components.models.anatomy import Adapted, is_experts, stores_transposed
-from components.models.classifier import LM_HEAD_TENSORS, TokenScores
+from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.lora_linear import (
     ADAPTER_PARAMETERS,
     LoraLayer,
@@ -38,7 +38,7 @@ from components.models.lora_linear import (
     target_layers,
 )
 from components.models.weights.shards import Index, fill, local_blocks, local_part
-from components.models.weights.weight_sources import SafetensorsTensors, find_file
+from components.models.weights.weight_sources import SafetensorsTensors, find_file, require_finite
 from components.protocol.errors import ConfigError, raise_all
 from components.protocol.safe_parsing import load_json
 from components.storage.node_cache import FOLDER, NodeCache
@@ -81,22 +81,38 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
         parent.register_module(leaf, adapted_linear(parent.get_submodule(leaf), cfg))
     for path, names in experts.items():
         _adapt_experts(model.get_submodule(path), names, cfg)
-    for name in saved:
-        _train_whole(model.get_submodule(name))
+    _train_whole(model, saved)
     if isinstance(model, TokenScores):
         model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32)).requires_grad_(True)
 
 
-def _train_whole(module: nn.Module) -> None:
-    """Let a module of a frozen model be trained, with weights of at least float32; its output keeps its dtype."""
-    stored = next(module.parameters()).dtype
-    module.to(torch.promote_types(stored, torch.float32)).requires_grad_(True)
-    if stored.itemsize >= torch.float32.itemsize:
-        return
-    if isinstance(module, nn.Linear):
-        module.forward = partial(_linear_in_dtype, module)  # type: ignore[method-assign]
-    else:
-        module.register_forward_hook(partial(_output_in_dtype, stored))
+def _train_whole(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Let modules of a frozen model be trained, with weights of at least float32, and compute in the dtype they had.
+
+    A module that shares a weight with one of them, as a tied head does, computes in that dtype, too.
+
+    Raises ConfigError for a module over 16 bits that is neither a linear layer, nor an embedding, nor a norm.
+    """
+    trained = {id(each) for name in names for each in model.get_submodule(name).parameters()}
+    owners = {
+        name: (module, parameter.dtype)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if id(parameter) in trained
+    }
+    for name, (module, stored) in owners.items():
+        module.to(torch.promote_types(stored, torch.float32)).requires_grad_(True)
+        if stored.itemsize >= torch.float32.itemsize:
+            continue
+        if isinstance(module, nn.Linear):
+            module.forward = partial(_linear_in_dtype, module)  # type: ignore[method-assign]
+        elif isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
+            module.register_forward_hook(partial(_output_in_dtype, stored))
+        else:
+            raise ConfigError(
+                f"peft.modules_to_save: {name} is a {type(module).__name__}, which cannot be trained in float32 over "
+                "weights in 16 bits, as linear layers, embeddings and norms can; remove it, or set model.dtype=float32"
+            )
 
 
 def _linear_in_dtype(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -128,7 +144,7 @@ def _modules_to_save(model: PreTrainedModel, cfg: PeftConfig, adapted: Container
             problems.append(f"{key}: {type(model).__name__} has no such module with weights; choose some of {ends}")
         if twice := [name for name in found if name in adapted]:
             problems.append(
-                f"{key}: {twice[0]} has an adapter; remove it from peft.modules_to_save or from peft.targets"
+                f"{key}: {twice[0]} has an adapter; remove it here, or from peft.targets or peft.target_parameters"
             )
         chosen += found
     raise_all(problems)
@@ -354,15 +370,17 @@ def read_adapter(model: PreTrainedModel, cfg: PeftConfig) -> str:
     embedding = next(model.get_input_embeddings().parameters(recurse=False), None)  # on the first pipeline stage only
     for name, parameter in targets.items():
         source = sources[name]
+        if source not in stored.shapes():
+            continue  # a new score head
+        read = partial(_read_finite, stored, source, str(cfg.path))
         if head and parameter is embedding:
-            _check_tied(parameter, partial(stored.read, source), partial(stored.read, head), str(cfg.path))
+            _check_tied(parameter, read, partial(stored.read, head), str(cfg.path))
         if not name.endswith(FACTORS):
-            fill(parameter, name, partial(stored.read, source))
+            fill(parameter, name, read)
             continue
-        flat = stored.read(source, ())
-        experts, rank = parameter.shape[0], cfg.rank
-        full = flat.unflatten(0, (experts, rank)) if name.endswith(FACTORS[0]) else flat.unflatten(1, (rank, experts))
-        fill(parameter, name, (full if name.endswith(FACTORS[0]) else full.permute(2, 0, 1)).__getitem__)
+        experts, flat, is_first = parameter.shape[0], read(()), name.endswith(FACTORS[0])
+        full = flat.unflatten(0, (experts, cfg.rank)) if is_first else flat.unflatten(1, (cfg.rank, experts))
+        fill(parameter, name, (full if is_first else full.permute(2, 0, 1)).__getitem__)
     return stored.metadata().get(BASE_WEIGHTS, "")
 
 
@@ -392,38 +410,58 @@ def _peft_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     return (shape[1], shape[2] * shape[0]) if name.endswith(FACTORS[1]) else shape
 
 
+def _read_finite(stored: SafetensorsTensors, name: str, path: str, index: Index) -> torch.Tensor:
+    return require_finite(stored.read(name, index), f"peft.path={path}: {name}")
+
+
 def _check_adapter(
     cfg: PeftConfig, stored: SafetensorsTensors, expected: dict[str, tuple[int, ...]], model: PreTrainedModel
 ) -> None:
     """Raise ConfigError on every rank if the stored tensors are not those that some rank expects, by stored name."""
-    shapes = stored.shapes()
-    local = {name: [list(shape), list(shapes.get(name, ()))] for name, shape in expected.items()}
-    trained = {name: both for of_rank in all_gather_json(local) for name, both in of_rank.items()}
-    key, problems = f"peft.path={cfg.path}", []
-    if missing := sorted(trained.keys() - shapes.keys()):
+    key, shapes, head = f"peft.path={cfg.path}", stored.shapes(), _tied_head(model, stored.shapes())
+    by_rank = all_gather_json({name: list(shape) for name, shape in expected.items()})
+    wanted = {name: tuple(shape) for of_rank in by_rank for name, shape in of_rank.items()}
+    is_scored = {name: name.startswith(f"base_model.model.{SCORE}.") for name in wanted.keys() | shapes.keys()}
+    missing = sorted(name for name in wanted.keys() - shapes.keys() if not is_scored[name])
+    further = sorted(shapes.keys() - wanted.keys() - {head})
+    whole = [name for name in further if ".lora_" not in name and not is_scored[name]]
+    merge = "merge it by PEFT's merge_and_unload, and set model.path to the result"
+    problems = []
+    if missing:
         problems.append(
             f"{key}: has no adapter for {_listed(missing)}, which peft.targets or peft.modules_to_save selects; select "
             "the layers that it was trained with"
         )
-    if further := sorted(shapes.keys() - trained.keys() - {_tied_head(model, shapes)}):
+    if whole:
         problems.append(
-            f"{key}: has weights for {_listed(further)}, which this run does not train; add the layers to peft.targets "
-            "or peft.modules_to_save"
+            f"{key}: also has weights of {_listed(whole)}, which are not among peft.modules_to_save; {merge}"
         )
+    elif any(is_scored[name] for name in further):
+        problems.append(f"{key}: is the adapter of a classifier, with a score head; use recipes/classify.py")
+    elif further:
+        problems.append(f"{key}: has adapters of {_listed(further)}; add these layers to peft.targets")
+    ends = [name for name in wanted if name.endswith("embed_tokens.weight") or "embed" in name.rpartition(".")[0]]
+    if _ties(model) and not head and any(name in shapes for name in ends):
+        problems.append(f"{key}: trained the embedding apart from the LM head, but the model ties them; {merge}")
     problems += [
-        f"{key}: {name} is {tuple(found)} in the file but {tuple(wanted)} in this run; set peft.rank, model.path and "
+        f"{key}: {name} is {shapes[name]} in the file but {shape} in this run; set peft.rank, model.path and "
         "model.new_tokens as in the run that trained it"
-        for name, (wanted, found) in sorted(trained.items())
-        if name in shapes and found != wanted
+        for name, shape in sorted(wanted.items())
+        if name in shapes and shapes[name] != shape
     ][:_SHOWN]
+    if integers := sorted(stored.not_floats().keys() & wanted.keys()):
+        problems.append(f"{key}: {_listed(integers)} hold no floating-point numbers; give another adapter")
     raise_all(problems)
+
+
+def _ties(model: PreTrainedModel) -> bool:
+    return bool(model.config.get_text_config().tie_word_embeddings or model.config.tie_word_embeddings)
 
 
 def _tied_head(model: PreTrainedModel, stored: Collection[str]) -> str:
     """Return the stored name of an LM head that the model ties to its embedding; empty if there is none."""
-    ties = model.config.get_text_config().tie_word_embeddings or model.config.tie_word_embeddings
     names = [name for name in stored if re.match(LM_HEAD_TENSORS, name.removeprefix("base_model.model."))]
-    return names[0] if ties and names else ""
+    return names[0] if names and _ties(model) else ""
 
 
 def _check_tied(
@@ -433,8 +471,8 @@ def _check_tied(
     for block in local_blocks(embedding, "embedding"):
         if not torch.equal(first(block.full), second(block.full)):
             raise ConfigError(
-                f"peft.path={path}: its LM head and its embedding differ, but the model ties them; set "
-                "model.config.tie_word_embeddings=false"
+                f"peft.path={path}: its LM head and its embedding differ, but the model ties them; merge it by PEFT's "
+                "merge_and_unload, and set model.path to the result"
             )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +116,9 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> No
             f"model.new_tokens={existing}: the tokenizer has {'this token' if len(existing) == 1 else 'these tokens'} "
             f"already (id {known[existing[0]]}); leave out what it has"
         )
-    for token in tokens:
-        special = token.startswith("<|") and token.endswith("|>")
-        tokenizer.add_tokens(AddedToken(token, normalized=False, special=special), special_tokens=special)
+    for special, run in groupby(tokens, lambda token: token.startswith("<|") and token.endswith("|>")):
+        added = [AddedToken(token, normalized=False, special=special) for token in run]
+        tokenizer.add_tokens(added, special_tokens=special)
     ids = tokenizer.convert_tokens_to_ids(list(tokens))
     if ids != list(range(before, before + len(tokens))):
         raise ConfigError(
@@ -197,13 +198,27 @@ def _check_control_tokens(tokenizer: PreTrainedTokenizerBase, chosen: str) -> No
     """
     from jinja2 import TemplateError
 
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
-    try:
-        with limited(_PROBE_SECONDS, _PROBE_BYTES):  # templates are untrusted code
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (CpuLimitError, MemoryError, TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        logger.debug("the control tokens of the chat template are not checked: %r", error)  # it fails again where used
-        return
+    turns: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {**function, "arguments": {}}}],
+    }
+    called = [*turns[:1], call, {"role": "tool", "name": "f", "content": "c"}, turns[1]]
+    text = ""
+    for messages, options in (
+        (turns, {"add_generation_prompt": True}),
+        (turns, {}),
+        (called[:2], {"tools": [{"type": "function", "function": function}]}),
+        (called, {"tools": [{"type": "function", "function": function}]}),
+    ):
+        try:
+            with limited(_PROBE_SECONDS, _PROBE_BYTES):  # templates are untrusted code
+                text += str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except (CpuLimitError, MemoryError, TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # Some have no tools; what a conversation needs fails again where it is used.
+            logger.debug("some control tokens of the chat template are not checked: %r", error)
     tokens = dict.fromkeys(match[0] for match in _CONTROL_TOKEN.finditer(text))
     missing = [token for token in tokens if len(tokenizer.encode(token, add_special_tokens=False)) != 1]
     if not missing:

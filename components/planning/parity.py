@@ -254,6 +254,8 @@ def _reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fo
             compute_in_float64(model)
         models.materialize(model, info.device)
         models.fill_weights(model, cfg.model, cfg.run.seed)
+        if cfg.peft.path is not None:
+            models.read_adapter(model, cfg.peft)
         settings = replace(_hyperparameters(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
         return reference(model, samples_of, settings)
 

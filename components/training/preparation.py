@@ -101,12 +101,12 @@ def prepare(cfg: RecipeConfig, run: RunContext, vocabulary: int) -> Prepared:
     models.add_adapters(model, _adapters(cfg), exports=training is not None)
     if training is not None:
         models.select_trained(model, training, [] if optimizer is None else optimizer.groups)
-    embedding = model.get_input_embeddings()
-    if training is not None and cfg.model.new_tokens and not embedding.weight.requires_grad:
-        ends = [name for name, module in model.named_modules() if module in (embedding, model.get_output_embeddings())]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    frozen = [name for name, each in model.named_modules() if each in ends and not each.weight.requires_grad]
+    if training is not None and cfg.model.new_tokens and frozen:
+        change = "to peft.modules_to_save" if _adapters(cfg).adapts else "to what training.freeze and .trainable train"
         raise ConfigError(
-            f"model.new_tokens: the embedding is frozen, so that they would not be learned; add {','.join(ends)} to "
-            "peft.modules_to_save, or remove training.freeze"
+            f"model.new_tokens: {', '.join(frozen)} is frozen, so that they would not be learned; add it {change}"
         )
     return prepare_built(model, anatomy, cfg, run)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.checkpoint.manifest import Manifest, ManifestError
-from components.config.model_files import ADAPTER_FILES, check_adapter
+from components.config.model_files import ADAPTER_FILES, GGUF_BASE, check_adapter
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.schema.run import ALL_LINEAR, PeftConfig, PeftMethod
 from components.protocol.errors import ConfigError, raise_all
@@ -45,6 +45,8 @@ class Source:
     """Returns a block of a tensor; adapters are merged."""
     base: str | None = None
     """Path of the base model of an adapter."""
+    new_tokens: Sequence[str] = ()
+    """Tokens that its tokenizer has and that of the base lacks."""
 
 
 def find_sources(given: Sequence[Path], steps: Sequence[int]) -> list[Path]:
@@ -133,7 +135,7 @@ def open_base(path: str | None, sources: Sequence[Source], *, trust_remote_code:
             f"--base: needed, because {'the adapters name several' if named else 'the sources name no'} base model"
             f"{'s (' + ', '.join(sorted(named)) + ')' if named else ''}; give that which all were trained from"
         )
-    base = _open_model(path or named.pop(), trust_remote_code)
+    base = _open_model(path or named.pop(), trust_remote_code, sources[0].new_tokens)
     if problem := _difference(sources[0], base, compares_tokens=False):
         raise ConfigError(f"--base {base.path}: is not the base of {sources[0].path}: {problem}")
     return base
@@ -148,8 +150,11 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
 
     peft, base = _adapter_config(path)
     cfg = _config_of(base, trust_remote_code)
-    own = any((path / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = models.load_tokenizer(replace(cfg, tokenizer=str(path)) if own else cfg)
+    tokenizer = models.load_tokenizer(cfg)
+    if any((path / name).is_file() for name in TOKENIZER_FILES):
+        own, known = models.load_tokenizer(replace(cfg, tokenizer=str(path))), len(tokenizer)
+        tokens = sorted((number, token) for token, number in own.get_vocab().items() if number >= known)
+        cfg, tokenizer = replace(cfg, new_tokens=[token for _, token in tokens]), own
     model: Any = models.build_on_meta(cfg, len(tokenizer))
     read_base = models.weight_reader(model, cfg, seed=0)
     models.add_adapters(model, peft, exports=False)
@@ -167,20 +172,28 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
     def read(name: str, index: Any) -> torch.Tensor:
         return whole[name][index] if name in whole else merge.reader(name, partial(read_base, name))(index)
 
-    return replace(_source(path, model, tokenizer, read), base=base)
+    return replace(_source(path, model, tokenizer, read), base=base, new_tokens=cfg.new_tokens)
 
 
 def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
     """Return the settings of an adapter, and the path of its base model. Raises ConfigError."""
+    from components.models.weights.weight_sources import SafetensorsTensors
+
     try:
         config = load_json(path / ADAPTER_FILES[0])
         rank, alpha, base = config["r"], config["lora_alpha"], config["base_model_name_or_path"]
+        layers = config["target_modules"] or []
+        if isinstance(layers, str):  # a regular expression, or all-linear: the layers in the file
+            names = SafetensorsTensors([path / ADAPTER_FILES[1]]).shapes()
+            layers = {
+                name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names if ".lora_" in name
+            }
         peft = PeftConfig(
             method=PeftMethod.lora,
             path=str(path),
             rank=rank,
             alpha=alpha,
-            targets=sorted(config["target_modules"] or []) or [ALL_LINEAR],
+            targets=sorted(layers) or [ALL_LINEAR],
             target_parameters=list(config.get("target_parameters") or []),
             modules_to_save=list(config.get("modules_to_save") or []),
             rslora=bool(config.get("use_rslora")),
@@ -191,7 +204,9 @@ def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
     raise_all(check_adapter(peft))
     if not isinstance(base, str):
         raise ConfigError(f"{path}: names no base model; give a checkpoint of its run instead")
-    return peft, base
+    if config.get("task_type") == "SEQ_CLS":
+        raise ConfigError(f"{path}: is the adapter of a classifier; give a checkpoint of its run instead")
+    return peft, base.removesuffix(GGUF_BASE)
 
 
 def _open_export(path: Path, trust_remote_code: bool) -> Source:
@@ -207,11 +222,11 @@ def _config_of(path: str, trust_remote_code: bool) -> ModelConfig:
     return replace(cfg, dtype=DType(name)) if name in set(DType) - {DType.auto} else cfg
 
 
-def _open_model(path: str, trust_remote_code: bool) -> Source:
+def _open_model(path: str, trust_remote_code: bool, new_tokens: Sequence[str] = ()) -> Source:
     from components import models
     from components.models.build import load_config
 
-    cfg = _config_of(path, trust_remote_code)
+    cfg = replace(_config_of(path, trust_remote_code), new_tokens=list(new_tokens))
     tokenizer = models.load_tokenizer(cfg)
     config = load_config(cfg, len(tokenizer))
     is_score_model = any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_one_adapter_goes_through_stages_on_different_meshes(bench: Bench) -> No
     merged = AutoModelForCausalLM.from_pretrained(adapter.parent / "export").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, rtol=1e-9, atol=1e-9)
+
+    shutil.rmtree(bench.folder / "tuned")
+    lost = bench.run(*common, *pairs, single, "run.dir=again", "peft.path=tuned/adapter", model=str(base))
+    assert lost.status == 2
+    assert "peft.path=tuned/adapter: " in lost.errors, lost.errors  # the reference needs it
+    bench.copy("finetune.py")
+    last = bench.lines("more")[-1]["step"]
+    complete(*tuning[:2], single, "run.dir=more", "peft.path=tuned", f"training.max_steps={last + 1}")
+    assert bench.lines("more")[-1]["step"] == last + 1  # the checkpoint holds the adapters
+    bench.copy("dpo.py")
+    shutil.copytree(adapter, bench.folder / "tuned" / "adapter")
 
     weights = load_file(base / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1

@@ -455,7 +455,7 @@ def test_prompts_of_held_out_tool_calls_are_those_before_the_calls(
     ("template", "messages", "problem"),
     [
         (HERMES.replace("<tool_call>", "<call>"), AGENT, "the tool calls cannot be read from the text that the chat"),
-        (HERMES, [user("a"), assistant("b")], "the held-out conversations have no answer with tool calls after"),
+        (HERMES, [user("a"), assistant("b")], "the held-out conversations have no answer with tool calls, or the"),
     ],
 )
 def test_tool_calls_that_cannot_be_compared_are_refused(
@@ -651,6 +651,14 @@ def test_conversations_are_cut_to_the_most_turns_that_fit(reasons: bool, tmp_pat
         assert sorted(each for row in packed for each in row.examples) == sorted(kept)
     assert len(seen) >= 2
     assert any(cut for cut, _ in seen)
+
+
+def test_a_turn_begins_with_the_system_messages_right_before_it() -> None:
+    system = {"role": "system", "content": "Speak French."}
+    messages = [{"role": "system", "content": "first"}, user("a"), assistant("b"), system, user("q"), assistant("oui")]
+    conversation = Conversation("x", messages)
+    assert conversation.turns == [1, 3]
+    assert conversation.from_turn(3).messages == [messages[0], *messages[3:]]
 
 
 def test_rows_that_the_template_rejects_are_bad_and_not_cut(tmp_path: Path) -> None:

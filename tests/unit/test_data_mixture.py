@@ -307,6 +307,22 @@ def test_stages_with_equal_weights_continue_each_other_and_a_plain_run_can_get_s
     assert [uninterrupted[5:8], plain[:5]] == [[after.global_batch(step) for step in range(5, 8)], uninterrupted[:5]]
 
 
+def test_stages_that_have_begun_cannot_be_changed_by_a_resume() -> None:
+    """The order would be rebuilt as if the run had followed the new ones: rows would repeat, and others be skipped."""
+    before = staged()[0]
+    for _ in range(6):  # within the second stage
+        before.advance()
+    saved = json.loads(json.dumps(before.state_dict()))
+    other = replace(STAGES[0], weights={"b": 1.0, "c": 1.0})
+    for stages in ([other, *STAGES[1:]], STAGES[1:], [], [STAGES[0], replace(STAGES[1], until_step=5), *STAGES[2:]]):
+        with pytest.raises(ConfigError, match="data.stages: in the 6 steps that are done the run drew .* of a, "):
+            staged(stages=stages)[0].load_state_dict(saved)
+    later = [*STAGES[:1], replace(STAGES[1], until_step=7), replace(STAGES[2], weights={"a": 1.0})]
+    (changed,) = staged(stages=later)
+    changed.load_state_dict(saved)
+    assert rows_of_steps([changed], 1) == rows_of_steps(staged(), STEPS)[6:7]
+
+
 def test_rows_are_cut_to_the_length_of_their_stage() -> None:
     examples = [Example(ids := list(range(1, 13)), ids) for _ in range(8)]
     dataset = MixtureDataset({"a": Dataset(examples, TOKENIZER, facts=Facts("a"), seq_len=16)}, {"a": 1.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,26 @@ def test_adapters_are_merged_over_their_own_base(folders: list[Path], tmp_path: 
         torch.testing.assert_close(found[name], first + second - start, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mean[name], (3 * first + second) / 4, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found["lm_head.weight"], base["lm_head.weight"], atol=0.1)
+
+
+def test_adapters_with_new_tokens_and_a_pattern_of_layers_are_merged(folders: list[Path], tmp_path: Path) -> None:
+    cfg = ModelConfig(path=str(folders[0]), new_tokens=[f"<{number}>" for number in range(20)])  # 280 tokens, 272 rows
+    peft = replace(LORA, modules_to_save=["embed_tokens", "lm_head"], targets=["q_proj"])
+    paths = []
+    for seed in (0, 1):
+        model = filled(cfg, peft)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * parameter.requires_grad * torch.randn(parameter.shape))
+        paths += models.export_run(model, models.load_tokenizer(cfg), tmp_path / str(seed), peft)[:1]
+        config = json.loads((paths[-1] / "adapter_config.json").read_text())
+        (paths[-1] / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ".*q_proj"}))
+    adapted = [load_file(path.parent / "export" / "model.safetensors") for path in paths]
+    found = merged(tmp_path / "sum", *map(str, paths), "--method", "task-arithmetic")
+    start = {name: parameter.detach() for name, parameter in filled(cfg).named_parameters()}
+    for name, each in found.items():
+        torch.testing.assert_close(each, adapted[0][name] + adapted[1][name] - start[name], rtol=1e-5, atol=1e-5)
+    assert len(found["lm_head.weight"]) == 280
 
 
 def test_threshold_of_a_tensor_with_equal_changes_keeps_them(folders: list[Path], tmp_path: Path) -> None:

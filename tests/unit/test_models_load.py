@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -95,11 +96,17 @@ def test_rows_of_new_tokens_are_the_mean_of_the_others(family: str, count: int, 
 
 
 def test_new_tokens_that_a_tokenizer_or_a_model_cannot_take_are_rejected(tmp_path: Path) -> None:
-    (tmp_path / "tokens.txt").write_text("<one>\n<two>\n\n")
+    (tmp_path / "tokens.txt").write_bytes(b"\xef\xbb\xbf<one>\r\n<two>\r\n\n")
+    many = ModelConfig(path="x", tokenizer="bytes", new_tokens=[f"<{number}>" for number in range(20_000)])
+    assert len(load_tokenizer(many)) == 20_260
+    small = ModelConfig(path=str(tiny_folder(tmp_path / "small", "qwen3", vocab_size=256)), tokenizer="bytes")
+    with pytest.raises(ConfigError, match="its embedding has 256 rows, but the tokenizer 260 tokens"):
+        build_on_meta(replace(small, new_tokens=["<x>"]))
     listed = ModelConfig(path="x", new_tokens=["<zero>", f"file:{tmp_path}/tokens.txt"])
     assert listed.new_tokens == ["<zero>", "<one>", "<two>"]
     for tokens, message in (
-        (["<one>", f"file:{tmp_path}/tokens.txt"], "new_tokens='<one>': is empty or given twice"),
+        (["<one>", f"file:{tmp_path}/tokens.txt"], "new_tokens='<one>': is empty, .*or is given twice"),
+        (["<one> "], "new_tokens='<one> ': is empty, begins or ends with a space"),
         (["file:absent.txt"], r"new_tokens=file:absent.txt: cannot be read \(.*No such file"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -12,10 +12,12 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import models
-from components.config.model_files import check_adapter
+from components.checkpoint.stored_tensors import load_adapter
+from components.config.model_files import adapter_problems, check_adapter
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.run import PeftExport
@@ -187,16 +189,76 @@ def test_adapter_that_peft_wrote_is_continued(case: str, tmp_path: Path) -> None
     assert models.read_adapter(filled(cfg, peft), replace(peft, path=str(tmp_path))) == "float32 0123"  # of a run
 
 
-def test_tied_head_that_differs_from_the_embedding_is_rejected(tmp_path: Path) -> None:
-    family, peft = CONTINUED["tied"]
-    folder = tiny_folder(tmp_path / "base", family)
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["embed_tokens", "lm_head"],
+            "its LM head and its embedding differ, but the model ties them; merge it by PEFT's",
+        ),
+        (["embed_tokens"], "trained the embedding apart from the LM head, but the model ties them; merge it by PEFT's"),
+    ],
+)
+def test_ends_of_a_tied_model_that_peft_trained_apart_are_rejected(
+    names: list[str], message: str, tmp_path: Path
+) -> None:
+    peft = replace(LORA, modules_to_save=names)
+    folder = tiny_folder(tmp_path / "base", "llama")
     theirs = get_peft_model(reference(folder), lora_config(peft, task_type="CAUSAL_LM"))
     with torch.no_grad():
-        theirs.base_model.model.lm_head.weight.add_(1)
+        theirs.get_input_embeddings().weight.add_(1)
     theirs.save_pretrained(tmp_path / "adapter")
     ours = filled(ModelConfig(path=str(folder), tokenizer="bytes"), peft)
-    with pytest.raises(ConfigError, match="its LM head and its embedding differ, but the model ties them"):
+    with pytest.raises(ConfigError, match=message):
         models.read_adapter(ours, replace(peft, path=str(tmp_path / "adapter")))
+
+
+def test_adapters_that_would_load_wrong_are_rejected(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "base", "llama3")
+    base = ModelConfig(path=str(folder), tokenizer="bytes")
+    peft = replace(LORA, path=str(tmp_path / "adapter"))
+    models.export_run(filled(base, peft), models.load_tokenizer(base), tmp_path, replace(peft, export="adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    good = load_file(file)
+    first = next(iter(good))
+    for changed, message in (
+        ({first: good[first].index_fill(0, torch.tensor([0]), torch.nan)}, f"{first} holds NaN or infinite values"),
+        ({first: good[first].int()}, "lora_A.weight hold no floating-point numbers"),
+        ({"base_model.model.model.embed_tokens.weight": torch.zeros(4, 4)}, "also has weights of model.embed_tokens"),
+        ({"base_model.model.score.weight": torch.zeros(4, 4)}, "is the adapter of a classifier, with a score head"),
+    ):
+        save_file({**good, **changed}, file)
+        with pytest.raises(ConfigError, match=message):
+            models.read_adapter(filled(base, peft), peft)
+    save_file(good, file, {"base_weights": "foo bar"})
+    with pytest.raises(ConfigError, match=r"the header of its weights is damaged \('foo bar'\)"):
+        load_adapter(filled(base, peft), peft, torch.float32)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    for change, message in (
+        ({"init_lora_weights": "pissa"}, "was initialized by pissa, which changes the base weights"),
+        ({"target_modules": 5}, "target_modules must be a list of names"),
+        ({"peft_type": "LOHA"}, "is of kind LOHA"),
+    ):
+        (problem,) = adapter_problems(peft, {**config, **change})
+        assert message in problem
+    assert not adapter_problems(peft, {**config, "use_rslora": None, "modules_to_save": ["score"]})
+    assert "holds no JSON object" in adapter_problems(peft, [])[0]
+
+
+def test_scores_begin_with_a_new_head_over_the_adapter_of_a_causal_lm(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "base", "llama3")
+    base = ModelConfig(path=str(folder), tokenizer="bytes")
+    model = perturb_adapters(filled(base, LORA))
+    models.export_run(model, models.load_tokenizer(base), tmp_path, replace(LORA, export="adapter"))
+    scores = models.build_on_meta(base, labels=["good", "bad"])
+    models.add_adapters(scores, LORA)
+    models.materialize(scores, "cpu")
+    models.fill_weights(scores, base, 0)
+    head = scores.score.weight.clone()
+    models.read_adapter(scores, replace(LORA, path=str(tmp_path)))
+    assert torch.equal(scores.score.weight, head)
+    adapted = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert all(torch.equal(scores.get_parameter(name), each) for name, each in adapted.items())
 
 
 def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Path) -> None:
@@ -208,7 +270,7 @@ def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Pat
         "rank": (replace(peft, rank=8), "peft.rank=8: the adapter at peft.path=.* has 4; set peft.rank=4"),
         "dora": (replace(peft, dora=True), "peft.dora=True: the adapter at .* has False; set peft.dora=false"),
         "targets": (replace(peft, targets=["q_proj"]), r"set peft.targets=\[q_proj,v_proj\]"),
-        "saved": (replace(peft, modules_to_save=["lm_head"]), r"peft.modules_to_save=\[lm_head\]: .*set .*=\[\]"),
+        "saved": (replace(peft, modules_to_save=["norm"]), r"peft.modules_to_save=\[norm\]: .*set .*=\[\]"),
     }
     for other, message in wrong.values():
         (problem,) = check_adapter(other)
@@ -216,7 +278,10 @@ def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Pat
     assert not check_adapter(peft)
     for targets, message in (
         (["all-linear"], r"has no adapter for model.layers.0.mlp.down_proj.lora_A.weight, .* and 16 more, which"),
-        (["layers.0.self_attn.q_proj", "v_proj"], "has weights for model.layers.1.self_attn.q_proj.lora_A.weight, mod"),
+        (
+            ["layers.0.self_attn.q_proj", "v_proj"],
+            "has adapters of model.layers.1.self_attn.q_proj.lora_A.weight, .*; add these",
+        ),
     ):
         other = replace(peft, targets=targets)
         with pytest.raises(ConfigError, match=message):
@@ -240,7 +305,7 @@ def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Pat
             ["embed_tokenz"],
             r"modules_to_save=\[embed_tokenz\]: LlamaForCausalLM has no such module .* choose some of embed",
         ),
-        (["q_proj"], r"model.layers.0.self_attn.q_proj has an adapter; remove it from peft.modules_to_save"),
+        (["q_proj"], r"model.layers.0.self_attn.q_proj has an adapter; remove it here, or from peft.targets"),
     ],
 )
 def test_modules_that_cannot_be_saved_are_rejected(names: list[str], message: str) -> None:
@@ -252,6 +317,11 @@ def test_trained_modules_are_float32_over_bfloat16_and_compute_in_it() -> None:
     """The forward has the dtypes of the frozen model, and the chunked loss the gradient of a float32 copy."""
     peft = replace(LORA, modules_to_save=["embed_tokens", "lm_head", "model.norm"])
     model = adapted("llama3", peft, dtype=DType.bfloat16)
+    tied = adapted("llama", replace(LORA, modules_to_save=["embed_tokens"]), dtype=DType.bfloat16)
+    assert tied.lm_head.weight.dtype == torch.float32
+    assert tied(input_ids=torch.arange(8)[None], use_cache=False).logits.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="model.layers.0.mlp.gate is a MixtralTopKRouter, which cannot be trained in"):
+        adapted("mixtral", replace(LORA, targets=["q_proj"], modules_to_save=["gate"]), dtype=DType.bfloat16)
     for name in ("model.embed_tokens", "lm_head", "model.norm"):
         assert model.get_parameter(f"{name}.weight").dtype == torch.float32
     output = model(input_ids=torch.arange(8)[None], use_cache=False).logits

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components import data, models
@@ -169,6 +170,10 @@ def test_control_tokens_that_the_tokenizer_would_split_are_refused(tmp_path: Pat
     (tmp_path / "my.jinja").write_text(PLAIN.replace("<|im_start|>", "<|says|>"))
     loaded(tmp_path, PLAIN, str(tmp_path / "my.jinja"))
     assert "the tokenizer has no tokens <|says|>" in caplog.text
+
+    saved(tmp_path / "oss", (Path(trl.__file__).parent / "chat_templates" / "gptoss_training.jinja").read_text())
+    with pytest.raises(ConfigError, match=r"<\|return\|>.*<\|call\|>"):  # which end answers and calls
+        loaded(tmp_path, PLAIN, str(tmp_path / "oss"))
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *named]})

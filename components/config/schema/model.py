@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -221,6 +222,8 @@ _ROPE_KEYS = {
 
 _LARGEST_LIST = 1 << 24
 """Maximum size in bytes of a file of tokens."""
+_SHOWN_TOKENS = 4
+"""Maximum number of wrong tokens in an error."""
 SIZES = ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "linear_heads", "mlp", "expert_mlp")
 """Keys that state sizes of the model before it is loaded."""
 
@@ -348,7 +351,9 @@ class ModelConfig:
     def template_model(self) -> str | None:
         """The other model whose chat template is used: a folder, or a hub name (owner/model)."""
         name = self.chat_template or ""
-        is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.jinja)", name) and not os.path.isfile(name)
+        is_hub_name = re.fullmatch(
+            r"\w[\w.-]*/[\w.-]+(?<!\.jinja)(?<!\.jinja2)(?<!\.j2)(?<!\.txt)", name
+        ) and not os.path.isfile(name)
         return name if is_hub_name or os.path.isdir(os.path.expanduser(name)) else None
 
     def stored_dtype(self, *, frozen_on_gpu: bool = False) -> DType:
@@ -443,19 +448,22 @@ def _tokens_in(tokens: list[str]) -> tuple[list[str], list[str]]:
     found: list[str] = []
     problems = []
     for token in tokens:
-        path = Path(token.removeprefix("file:")).expanduser()
         if not token.startswith("file:"):
             found.append(token)
             continue
         try:
-            found += [line for line in read_regular(path, _LARGEST_LIST).decode().splitlines() if line]
+            text = read_regular(Path(os.path.expanduser(token.removeprefix("file:"))), _LARGEST_LIST).decode(
+                "utf-8-sig"
+            )
+            found += [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             problems.append(
                 f"model.new_tokens={token}: cannot be read ({error}); give a text file with a token per line"
             )
-    if repeated := [token for token in found if found.count(token) > 1 or not token.strip()]:
-        problems.append(f"model.new_tokens={repeated[0]!r}: is empty or given twice; remove it")
-    return found, problems
+    for token, count in Counter(found).items():
+        if count > 1 or token != token.strip() or not token:
+            problems.append(f"model.new_tokens={token!r}: is empty, begins or ends with a space, or is given twice")
+    return found, problems[:_SHOWN_TOKENS]
 
 
 @dataclass(kw_only=True, slots=True)

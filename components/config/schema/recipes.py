@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
@@ -26,6 +27,7 @@ from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig, TrainingTasksConfig
 from components.protocol.errors import ConfigError, field_values
+from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, checkpoint_folders
 from components.storage.object_store import is_url
 
 Section = TypeVar("Section")
@@ -220,11 +222,27 @@ def named_models(cfg: RecipeConfig) -> dict[str, str]:
         "model.tokenizer": model.tokenizer,
         "model.chat_template": model.template_model,
     }
-    if (peft := section(cfg, PeftConfig)) is not None and not is_url(peft.path or ""):
+    peft = section(cfg, PeftConfig)
+    if peft is not None and peft.path is not None and not is_url(peft.path) and not _has_adapters_stored(cfg):
         paths["peft.path"] = peft.path
     if (teacher := section(cfg, TeacherConfig)) is not None:
         paths |= {"teacher.path": teacher.path, "teacher.tokenizer": teacher.tokenizer}
     return {key: path for key, path in paths.items() if path is not None and path != "bytes"}
+
+
+def _has_adapters_stored(cfg: RecipeConfig) -> bool:
+    """Return whether a checkpoint, from which the run begins, replaces the adapters at peft.path."""
+    evaluation = section(cfg, EvaluationConfig)
+    if evaluation is not None and evaluation.checkpoint is not None:
+        return True
+    if section(cfg, CheckpointConfig) is None or cfg.run.resume == "never":
+        return False
+    if section(cfg, DPOConfig) is not None or section(cfg, KTOConfig) is not None:
+        return False  # the reference model has the adapters that training began with
+    if cfg.run.resume != "auto":
+        return True
+    folders = checkpoint_folders(Path(cfg.run.dir).expanduser() / CHECKPOINTS) if cfg.run.dir else []
+    return any((folder / CHECKPOINT_MANIFEST).is_file() for folder in folders)
 
 
 def with_section(cfg: Config, old: object, new: object) -> Config:
