@@ -14,7 +14,7 @@ from typing import Any
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.protocol.errors import ConfigError
 from components.protocol.safe_parsing import load_json
-from components.storage.object_store import is_url, url_problems
+from components.storage.object_store import is_url
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -139,7 +139,7 @@ def adapter_folder(path: str) -> Path:
 def check_adapter(peft: PeftConfig) -> list[str]:
     """Return the problems of starting from the adapter at peft.path. Hub names and URLs are not checked here."""
     if peft.path is None or is_url(peft.path):
-        return url_problems("peft.path", peft.path)
+        return []
     try:
         files = locate(str(adapter_folder(peft.path)), "peft.path")
     except ConfigError as error:

@@ -165,7 +165,7 @@ def _model_problems(cfg: RecipeConfig) -> list[str]:
         problems += check_weights(cfg.model.path)
     if (teacher := section(cfg, TeacherConfig)) is not None and teacher.path is not None:
         problems += check_weights(teacher.path, "teacher.path")
-    return problems if peft is None or "peft.path" not in paths else problems + check_adapter(peft)
+    return problems + check_adapter(peft) if peft is not None and "peft.path" in paths else problems
 
 
 def _teacher_problems(cfg: RecipeConfig, student: ModelShape) -> list[str]:

@@ -462,7 +462,9 @@ def _tokens_in(tokens: list[str]) -> tuple[list[str], list[str]]:
             )
     for token, count in Counter(found).items():
         if count > 1 or token != token.strip() or not token:
-            problems.append(f"model.new_tokens={token!r}: is empty, begins or ends with a space, or is given twice")
+            problems.append(
+                f"model.new_tokens={token!r}: is empty, begins or ends with a space, or is given twice; correct it"
+            )
     return found, problems[:_SHOWN_TOKENS]
 
 

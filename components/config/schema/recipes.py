@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,10 +241,12 @@ def _has_adapters_stored(cfg: RecipeConfig) -> bool:
         return False
     if section(cfg, DPOConfig) is not None or section(cfg, KTOConfig) is not None:
         return False  # the reference model has the adapters that training began with
-    if cfg.run.resume != "auto":
-        return True
-    folders = checkpoint_folders(Path(cfg.run.dir).expanduser() / CHECKPOINTS) if cfg.run.dir else []
-    return any((folder / CHECKPOINT_MANIFEST).is_file() for folder in folders)
+    if cfg.run.resume != "auto" or cfg.run.dir is None:
+        return cfg.run.resume != "auto"
+    with suppress(OSError):  # what cannot be listed is reported when the run looks for its checkpoint
+        folders = checkpoint_folders(Path(os.path.expanduser(cfg.run.dir), CHECKPOINTS))
+        return any((folder / CHECKPOINT_MANIFEST).is_file() for folder in folders)
+    return False
 
 
 def with_section(cfg: Config, old: object, new: object) -> Config:

@@ -390,6 +390,7 @@ class PeftConfig:
             )
         elif ALL_LINEAR in self.targets and len(self.targets) > 1:
             problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} cannot be combined with names; remove either")
+        problems += url_problems("peft.path", self.path)
         if not self.adapts:
             problems += [
                 f"peft.{name}={value}: peft.method=none trains every parameter, without adapters; add peft=lora"
