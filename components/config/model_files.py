@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from components.config.schema.model import ModelConfig
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.protocol.errors import ConfigError
 from components.protocol.safe_parsing import load_json
@@ -127,6 +128,42 @@ def check_settings(path: str, key: str = "model.path") -> list[str]:
         except (OSError, ValueError) as error:
             problems.append(f"{key}={path}: {name} cannot be read: {error}")
     return problems
+
+
+def shipped_templates() -> dict[str, Path]:
+    """Return the files of the chat templates that model.chat_template knows by name."""
+    return {file.stem: file for file in (Path(__file__).parents[1] / "models" / "chat_templates").glob("*.jinja")}
+
+
+def check_template(model: ModelConfig) -> list[str]:
+    """Return the problem of a model.chat_template that is neither a name nor a file, where the tokenizer is local."""
+    chosen, tokenizer = model.chat_template, model.tokenizer or model.path
+    if chosen is None or model.template_model is not None or os.path.exists(os.path.expanduser(chosen)):
+        return []
+    own = {"default"}
+    if tokenizer is not None and tokenizer != "bytes":
+        try:
+            files = locate(tokenizer)
+        except ConfigError:
+            return []  # reported by check_settings
+        folder = Path(files.name_or_folder)
+        if not files.is_local:
+            return []
+        if not files.gguf_file:
+            own = {file.stem for file in folder.glob("additional_chat_templates/*.jinja")} | own
+            with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # reported by check_settings
+                listed = load_json(folder / "tokenizer_config.json")["chat_template"]
+                own |= {each["name"] for each in listed} if isinstance(listed, list) else listed.keys()
+    return [] if chosen in {*own, *shipped_templates()} else [no_template(chosen, own, "no such file")]
+
+
+def no_template(chosen: str, own: Collection[str], why: str) -> str:
+    """Return the problem of a model.chat_template that names nothing; `own`: the names of the tokenizer's templates."""
+    return (
+        f"model.chat_template={chosen}: is neither the name of a chat template of the tokenizer "
+        f"({', '.join(sorted(own)) or 'it has none'}) nor one of Meshbook ({', '.join(sorted(shipped_templates()))}), "
+        f"nor a model (a folder or OWNER/MODEL), nor a file that can be read ({why}); set one"
+    )
 
 
 def adapter_folder(path: str) -> Path:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.mesh_rules import fit_micro_batches
-from components.config.model_files import check_adapter, check_settings, check_weights, locate
+from components.config.model_files import check_adapter, check_settings, check_template, check_weights, locate
 from components.config.rules import harness_problems, legal_node_counts, tracker_problems, validate
 from components.config.schema.cluster import Device, MemoryPolicy
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig, TokensDataConfig
@@ -161,6 +161,7 @@ def _task_problems(cfg: RecipeConfig) -> list[str]:
 def _model_problems(cfg: RecipeConfig) -> list[str]:
     paths, peft = named_models(cfg), section(cfg, PeftConfig)
     problems = [problem for key, path in paths.items() for problem in check_settings(path, key)]
+    problems += check_template(cfg.model)
     if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
         problems += check_weights(cfg.model.path)
     if (teacher := section(cfg, TeacherConfig)) is not None and teacher.path is not None:

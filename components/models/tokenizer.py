@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config.model_files import ModelFiles, locate
+from components.config.model_files import ModelFiles, locate, no_template, shipped_templates
 from components.config.schema.model import ModelConfig
 from components.protocol.errors import ConfigError
 from components.protocol.processes import CpuLimitError, limited
@@ -145,7 +145,7 @@ def _set_default_template(tokenizer: PreTrainedTokenizerBase, cfg: ModelConfig, 
     """
     own, path = tokenizer.chat_template, os.path.expanduser(chosen)
     named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
-    shipped = {file.stem: file for file in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
+    shipped = shipped_templates()
     is_file, replaced = os.path.isfile(path), {"default"}
     if chosen in {*named, *shipped} and (is_file or any(Path(path, name).is_file() for name in TOKENIZER_FILES)):
         raise ConfigError(
@@ -162,11 +162,7 @@ def _set_default_template(tokenizer: PreTrainedTokenizerBase, cfg: ModelConfig, 
         else:
             text = read_regular(Path(path), 1 << 20).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"model.chat_template={chosen}: is neither the name of a chat template of the tokenizer "
-            f"({', '.join(sorted(named)) or 'it has none'}) nor one of Meshbook ({', '.join(sorted(shipped))}), nor a "
-            f"model (a folder or OWNER/MODEL), nor a file that can be read ({error_line(error)}); set one"
-        ) from error
+        raise ConfigError(no_template(chosen, named, error_line(error))) from error
     if not isinstance(own, dict):
         tokenizer.chat_template = text
         return chosen in named

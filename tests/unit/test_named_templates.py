@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components import data, models
 from components.chat_template import ChatTemplate
+from components.config.model_files import check_template
 from components.config.schema import FinetuneConfig, ModelConfig, PretrainConfig
 from components.config.schema.data import BadRows, DocsDataConfig, SftDataConfig
 from components.config.schema.model import WeightInit
@@ -47,6 +48,31 @@ def loaded(folder: Path, templates: Any, chosen: str | None = None) -> Any:
     path = saved(folder / "tokenizer", templates)
     cfg = ModelConfig(tokenizer=path, chat_template=chosen, init=WeightInit.random, config={"model_type": "llama"})
     return models.load_tokenizer(cfg)
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_names_of_no_template_are_rejected_before_launch(in_list: bool, tmp_path: Path) -> None:
+    """As transformers saves several templates, and as older versions did: in a list in tokenizer_config.json."""
+    path = saved(tmp_path / "tokenizer", {**NAMED, "default": PLAIN})
+    if in_list:
+        file = tmp_path / "tokenizer" / "tokenizer_config.json"
+        listed = [{"name": name, "template": text} for name, text in {**NAMED, "default": PLAIN}.items()]
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": listed}))
+        for each in (tmp_path / "tokenizer").rglob("*.jinja"):
+            each.unlink()
+    (tmp_path / "own").write_text(PLAIN)
+    for chosen in ("rag", "shout", "default", "chatml", "qwen3", str(tmp_path / "own"), "owner/model"):
+        assert check_template(ModelConfig(path=path, chat_template=chosen)) == [], chosen
+    for wrong in ("rags", str(tmp_path / "absent.jinja")):
+        (problem,) = check_template(ModelConfig(path=path, chat_template=wrong))
+        assert problem.startswith(
+            f"model.chat_template={wrong}: is neither the name of a chat template of the tokenizer"
+        )
+        assert "(default, rag, shout) nor one of Meshbook (chatml, llama3, qwen3)" in problem
+        with pytest.raises(ConfigError, match="is neither the name of a chat template of the tokenizer"):
+            models.load_tokenizer(
+                ModelConfig(tokenizer=path, chat_template=wrong, init=WeightInit.random, config={"model_type": "llama"})
+            )
 
 
 @pytest.mark.parametrize("tools", [None, [TOOL]])
