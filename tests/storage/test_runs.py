@@ -81,3 +81,7 @@ def test_run_starts_from_an_adapter_in_the_store(faulty_s3: S3, tmp_path: Path) 
     assert "peft.path=s3://bucket/none: there is no such object; give the folder of an adapter" in ended(
         missing.start(), 2
     )
+    unknown = Command(tmp_path, tmp_path / "fourth", [*small, "peft.path=ftp://bucket/run/adapter"])
+    assert "peft.path=ftp://bucket/run/adapter: URLs with ftp:// are not supported; use s3://" in ended(
+        unknown.start(), 2
+    )
