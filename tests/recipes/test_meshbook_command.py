@@ -211,7 +211,7 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
     assert "optimizer.kind=muon: Muon (Jordan et al. 2024)" in section
     assert "  sgd: torch's SGD." in section
     key = installed.run("help", "optimizer.lr").stdout
-    assert "optimizer.kind=muon:\n  optimizer.lr=0.0002\n" in key
+    assert "optimizer.kind=muon, normuon:\n  optimizer.lr=0.0002\n" in key
     assert "  optimizer.lr=0.0002 in finetune, distill, teacher (optimizer=adamw)\n" in key
     assert "  optimizer.lr=1e-06 in dpo (optimizer=adamw_preferences)\n" in key
     assert (
