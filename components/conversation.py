@@ -184,7 +184,7 @@ def _named(name: Any, arguments: Any) -> tuple[str | None, dict[str, Any] | None
 
 
 def _untyped(value: Any) -> Any:
-    """Return the value that a text stands for in a form that writes texts and other values alike."""
+    """Parse a value from a form of tool calls that writes texts without quotation marks, like other values."""
     if not isinstance(value, str):
         return value
     try:
