@@ -135,3 +135,18 @@ def test_snapshot_of_this_project_is_within_the_limits(tmp_path: Path) -> None:
     files = copied(tmp_path / "copy")
     assert {"conf/finetune.yaml", "slurm/train.sbatch.j2", "components/launch/slurm/script.py"} <= files
     assert not [name for name in files if name.startswith("tests/")]
+
+
+def test_snapshot_without_git_has_the_same_code_of_this_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an unpacked archive or an image; chat templates among it."""
+    recipe, folders = PROJECT / "recipes" / "finetune.py", ("components", "conf", "recipes", "scripts", "slurm")
+    copy_code(recipe, tmp_path / "git")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    copy_code(recipe, tmp_path / "plain")
+    of_git, plain = (
+        {name for name in copied(tmp_path / copy) if name.partition("/")[0] in folders} for copy in ("git", "plain")
+    )
+    assert "components/models/chat_templates/chatml.jinja" in plain
+    assert {name for name in of_git if not name.endswith((".example", ".csv"))} <= plain

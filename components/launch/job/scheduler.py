@@ -60,7 +60,7 @@ _LARGEST_COPY = 64 * 2**20
 """Maximum size of a snapshot in bytes; more is probably not only code."""
 ROOT = COMPONENTS.parent
 """Folder of `components`: its copy is prepended to PYTHONPATH."""
-_SUFFIXES = {".py", ".yaml", ".yml", ".json", ".toml", ".j2", ".txt", ".md", ".sh"}
+_SUFFIXES = {".py", ".yaml", ".yml", ".json", ".toml", ".j2", ".jinja", ".txt", ".md", ".sh"}
 _EXCLUDED = {"tests", "outputs", "__pycache__"}
 
 
