@@ -315,8 +315,9 @@ class _Child:
             self._release()
         shown: list[str] = []
         with suppress(queue.Empty):
-            while True:
-                is_error, line = self._lines.get(timeout=0 if shown else 0.1)
+            # Not until there are none: short steps write lines without a pause, and the table would not be refreshed.
+            for _ in range(max(1, self._lines.qsize())):
+                is_error, line = self._lines.get(timeout=0.1)
                 self.last = line.strip() or self.last
                 if self.result is None and (found := _STARTED.fullmatch(line)) and Path(found[1]).is_dir():
                     self.result = RunResult(found[1])

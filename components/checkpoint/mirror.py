@@ -70,7 +70,7 @@ class Mirror:
     def upload(self, path: Path, group: dist.ProcessGroup | None = None) -> str:
         """Copy a published checkpoint, then remove those that the policy does not keep; return its URL. A collective.
 
-        The ranks share the work by files. A copy that exists is kept.
+        The ranks share the work by files. An intact copy that exists is kept.
 
         Args:
             group: Process group of all ranks; None: the default group.
@@ -165,13 +165,14 @@ class Mirror:
     def _begin(self, path: Path) -> tuple[str, bool]:
         """Return the URL to copy a checkpoint to, and whether it has been copied there; record its files otherwise.
 
-        The URL is that of an equal copy, of an unfinished one of this run, which is removed, or a new one.
+        The URL is that of an equal, intact copy, of an unfinished one of this run, which is removed, or a new one.
         """
         manifest, again = Manifest.read(path), 0
         by_name = {copy.name: copy for copy in self.copies()}
         name = path.name
         while (found := by_name.get(name)) is not None:
-            if found.manifest == manifest:
+            is_intact = not found.problems and found.url not in self.damaged
+            if found.manifest == manifest and is_intact:
                 return found.url, True
             own = self._claim.folders.get(name, [])
             if CHECKPOINT_MANIFEST not in found.objects and not set(found.objects).difference(own):

@@ -110,7 +110,7 @@ def test_interrupted_cell_shows_progress_table_and_picture_of_a_run_that_saved(
     monkeypatch.setenv("RANK", "0")  # of some torch code in an earlier cell
     kernel = Kernel(monkeypatch)
     Path("a b.jsonl").write_text("".join(f'{{"prompt": "{n} + 1", "response": "{n + 1}"}}\n' for n in range(64)))
-    stepped = re.compile(r"<p>step [1-9]\d* of 5,000, no result yet")
+    stepped = re.compile(r"<p>step [1-9][\d,]* of 5,000, no result yet")
     call_when(lambda: any(map(stepped.search, kernel.pages)), lambda: os.kill(os.getpid(), signal.SIGINT))
     before = {name for name in sys.modules if name.partition(".")[0] == "torch"}
     with pytest.raises(KeyboardInterrupt):

@@ -344,8 +344,11 @@ def test_a_damaged_copy_does_not_count_for_retention(s3: S3, tmp_path: Path) -> 
     shutil.rmtree(run_dir)
     mirror = opened(run_dir)
     assert resumed_step(run_dir, mirror) == 1
-    save(run_dir, 2, mirror)
+    again = save(run_dir, 2, mirror)
     assert steps(s3) == ["step_1", "step_2", "step_2.1"]  # the two newest intact ones, and the damaged one
+    s3.put("run/step_2.1/state.json", b"")
+    mirror.upload(again)
+    assert steps(s3) == ["step_1", "step_2", "step_2.1", "step_2.2"]  # an equal manifest does not make a copy intact
 
 
 def test_only_the_last_copy_must_succeed(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

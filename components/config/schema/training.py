@@ -139,7 +139,7 @@ class TrainingConfig:
     names are transformers', as in model.layers.0.self_attn.q_proj.weight. []: every parameter. Not with adapters."""
     freeze: list[str] = field(default_factory=list)
     """Do not train the parameters in whose names one of these regular expressions is found, such as [embed_tokens,
-    'layers\\.[0-3]\\.']; applies after `trainable`. []: none. Not with adapters."""
+    norm]; applies after `trainable`. []: none. Not with adapters."""
     stop_after_skipped: int = 10
     """Fail the run after this many consecutive steps whose update was skipped, because gradients were not finite or
     because of skip_spikes; such steps leave the weights unchanged. 0: never."""
