@@ -1,4 +1,4 @@
-"""What torch's kernels take: dtypes by name, the dtype of autocast, and inputs of variable-length attention."""
+"""What torch's kernels take: dtypes by name, the dtype of autocast, inputs of variable-length attention; and a hash."""
 
 from __future__ import annotations
 
@@ -79,3 +79,24 @@ def _varlen_parameters() -> frozenset[str]:
     except ImportError:
         return frozenset()
     return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+"""Increment of SplitMix64 (Steele et al. 2014) as int64: multiples of it are good inputs of `hashed`."""
+
+
+def hashed(values: torch.Tensor) -> torch.Tensor:
+    """Return SplitMix64's hash of int64 values: the same bits on every device. Products wrap around."""
+    values = (values ^ shifted(values, 30)).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    values = values.bitwise_xor_(shifted(values, 27)).mul_(0x94D049BB133111EB - 2**64)
+    return values.bitwise_xor_(shifted(values, 31))
+
+
+def shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return int64 values shifted to the right by a number of bits, with zeros from the left."""
+    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def signed(value: int) -> int:
+    """Return the int64 with the lower 64 bits of a number."""
+    return (value + 2**63) % 2**64 - 2**63

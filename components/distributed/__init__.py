@@ -4,7 +4,7 @@ Modules that keep the names and signatures of published libraries
     init.py              starting and ending a run (NeMo AutoModel init_utils, KempnerForge setup)
     utils.py             helpers that also work in a single process (NeMo AutoModel utils, OLMo-core utils)
     parallelizer.py      parallelize, and NeMo AutoModel's parallelizer functions, with FSDP2 and Megatron-FSDP;
-                         wrap_replicas, unsharded_rows: the callables for training and generation
+                         wrap_replicas: the callable for training
 Folder
     process/             start-up and shutdown, ranks, groups, barriers, ordering
 One axis or concern each
@@ -36,7 +36,7 @@ from components import package
 if TYPE_CHECKING:
     from components.distributed.fsdp import unshard_fsdp2_model, unsharded_bytes
     from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
-    from components.distributed.parallelizer import parallelize, unsharded_rows, wrap_replicas
+    from components.distributed.parallelizer import parallelize, wrap_replicas
     from components.distributed.process.environment import bind_to_gpu
     from components.distributed.process.groups import is_rank_zero, stream
     from components.distributed.process.process_group import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         exchange_text_from_rank_zero,
         start_process_group,
     )
+    from components.distributed.tensor_parallel import whole_sequences
     from components.distributed.utils import (
         FirstRankPerNode,
         all_gather,

@@ -43,6 +43,7 @@ from components.distributed.tensor_parallel import (
     PerHead,
     PerHeadNorms,
     ReplicatedParameters,
+    RowwiseSequence,
     ShardedDropout,
     ShardSequence,
     TransformersStyle,
@@ -50,6 +51,8 @@ from components.distributed.tensor_parallel import (
     as_writable,
     convert_output,
     distribute_parameters,
+    divides_sequence,
+    mark_sequence,
     redistribute,
 )
 from components.distributed.tp_plan import (
@@ -190,7 +193,7 @@ def _prepare_layer(
         if sequence_parallel and shared:
             for path, style in inside.items():
                 if isinstance(style, RowwiseParallel):
-                    styles[path] = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
+                    styles[path] = RowwiseSequence(style.input_layouts[0])
         elif sequence_parallel:
             parallelize_module(child, tp_mesh, ShardSequence("output"), src_data_rank=None)
     return tokenwise if sequence_parallel else set()
@@ -277,7 +280,8 @@ def _style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
         return style
     if type(style) is ColwiseParallel:
         return _AdaptedColwise(style)
-    if type(style) is RowwiseParallel and style.output_layouts[0] in (Replicate(), Shard(0), Shard(1)):
+    is_rowwise = isinstance(style, RowwiseParallel) and type(style) in (RowwiseParallel, RowwiseSequence)
+    if is_rowwise and style.output_layouts[0] in (Replicate(), Shard(0), Shard(1)):
         return _AdaptedRowwise(style) if style.use_local_output else None
     if adapted and isinstance(style, RowsOfHeads):
         return style
@@ -364,6 +368,8 @@ class _AdaptedRowwise(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         inputs = _InputShard(device_mesh, _input_features(module))
         by_name = {"weight": [Shard(0 if is_transposed(module) else 1)], "lora_A": [Shard(1)]}
+        if isinstance(self.style, RowwiseSequence):
+            mark_sequence(module)
         distribute_parameters(module, device_mesh, by_name=by_name)
         # With a sharded sequence each rank adds the bias to its own tokens.
         of_tokens = () if self.style.output_layouts[0] == Replicate() else ("bias",)
@@ -374,7 +380,9 @@ class _AdaptedRowwise(ParallelStyle):
             weight, bias, *adapter = _local(module, partial)
             output = _compute(module, entered.to_local(), [weight, None, *adapter], inputs)
             summed = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
-            output = summed.redistribute(placements=self.style.output_layouts).to_local()
+            is_whole = isinstance(self.style, RowwiseSequence) and not divides_sequence(module)
+            layouts = [Replicate()] if is_whole else self.style.output_layouts
+            output = summed.redistribute(placements=layouts).to_local()
             return output if bias is None else output + bias
 
         module.forward = forward

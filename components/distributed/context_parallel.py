@@ -7,7 +7,6 @@ and short convolutions get this rank's `RowShard` as a keyword of the decoder la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,7 +88,7 @@ def use_context_parallel(
     shard = RowShard(mesh, methods[1])
 
     def add_shard(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Generation takes rows that are not divided, see `unsharded_attention`.
+        # Generation takes rows that are not divided, by another implementation of attention.
         return args, {**kwargs, ROW_SHARD: shard} if config._attn_implementation == name else kwargs
 
     for module in dict.fromkeys((model, model.base_model)):
@@ -111,22 +110,6 @@ def _choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int])
     if divides:
         return ContextAttention.ulysses, f"cp {cp} divides {query_heads} heads and {kv_heads} kv heads"
     return ContextAttention.all_gather, f"cp {cp} does not divide {query_heads} heads and {kv_heads} kv heads"
-
-
-@contextmanager
-def unsharded_attention(model: nn.Module) -> Iterator[None]:
-    """Within the context the model takes unsharded sequences, the same ones on every cp rank, for generation."""
-    config: Any = model.config
-    cp_attention = config._attn_implementation
-    whole = next((each for each in (CAUSAL_SDPA, CAUSAL_EAGER) if cp_attention.startswith(f"{each}_")), None)
-    if whole is None:
-        yield
-        return
-    model.set_attn_implementation(whole)  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(cp_attention)  # type: ignore[operator]
 
 
 class _Attention:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from components.config.mesh_rules import model_problems
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.shape import ModelShape, local_heads, shape_of_config
 from components.distributed.apply_tp import apply_tensor_parallel
-from components.distributed.context_parallel import unsharded_attention, use_context_parallel
+from components.distributed.context_parallel import use_context_parallel
 from components.distributed.expert import apply_expert_parallel
 from components.distributed.fsdp import (
     Ends,
@@ -430,36 +429,6 @@ def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, 
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     replica.register_comm_hook(group, _sum_gradients)
     return replica
-
-
-@dataclass(frozen=True, slots=True)
-class UnshardedForward:
-    """A forward for generation, called like a Hugging Face model with the same unsharded sequences on every rank."""
-
-    call: Callable[..., Any]
-    multiple: int
-    """Sequences are padded on the right to a multiple of this many tokens."""
-    keeps_cache: bool
-    """Whether the forward supports a KV cache."""
-
-
-@contextmanager
-def unsharded_rows(
-    replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig
-) -> Iterator[UnshardedForward]:
-    """Yield a forward over unsharded sequences for the result of `wrap_replicas`; valid within the context.
-
-    Under cp every rank runs complete rows, with a cache of keys and values. There is no cache under pp, whose schedule
-    runs complete rows through the stages, and with sequence_parallel, whose shards of one new token would be empty.
-    """
-    multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
-    if isinstance(replica, Pipeline):
-        with unsharded_attention(replica.module):
-            yield UnshardedForward(replica.logits, multiple, keeps_cache=False)
-        return
-    model = replica.module if isinstance(replica, DistributedDataParallel) else replica
-    with unsharded_attention(model):
-        yield UnshardedForward(model, multiple, keeps_cache=multiple == 1)
 
 
 def _sum_gradients(group, bucket):

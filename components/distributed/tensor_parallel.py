@@ -8,7 +8,7 @@ sequence parallelism (Korthikanti et al. 2022).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 
 _HEAD_COUNTS = ("num_heads", "num_key_value_heads")
@@ -117,6 +117,33 @@ class TransformersStyle(ParallelStyle):
         return module
 
 
+_SHARDS_SEQUENCE = "shards_sequence"
+"""Attribute of a module whose style divides the sequence over tp: whether it does so now."""
+
+
+@contextmanager
+def whole_sequences(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the context no module divides the sequence over tp, as for the single new tokens of generation."""
+    modules = [module for model in models for module in model.modules() if hasattr(module, _SHARDS_SEQUENCE)]
+    for module in modules:
+        setattr(module, _SHARDS_SEQUENCE, False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, _SHARDS_SEQUENCE, True)
+
+
+def mark_sequence(module: nn.Module) -> None:
+    """Note that a module's style divides the sequence over tp."""
+    setattr(module, _SHARDS_SEQUENCE, True)
+
+
+def divides_sequence(module: nn.Module) -> bool:
+    """Return whether a module's style divides the sequence over tp now."""
+    return getattr(module, _SHARDS_SEQUENCE, False)
+
+
 class BlockInput(ParallelStyle):
     """Conversion of the hidden states that enter attention or an MLP.
 
@@ -132,16 +159,37 @@ class BlockInput(ParallelStyle):
         self.shared = shared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.sequence_parallel:
+            mark_sequence(module)
+
         def enter(
             hidden: torch.Tensor,
         ) -> torch.Tensor:  # (batch, seq or seq / tp, hidden) -> (batch, seq, hidden)
-            source = Shard(1) if self.sequence_parallel else Replicate()
+            source = Shard(1) if divides_sequence(module) else Replicate()
             gathered = DTensor.from_local(hidden, device_mesh, [source], run_check=False)
             gathered = gathered.redistribute(placements=[Replicate()])
             return gathered if self.shared else gathered.to_local()
 
         _convert_input(module, enter)
         return module
+
+
+class RowwiseSequence(RowwiseParallel):
+    """Row-wise linear layer whose output is reduce-scattered along the sequence."""
+
+    def __init__(self, input_layouts: Placement) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=Shard(1))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mark_sequence(module)
+        return super()._apply(module, device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        layouts = output_layouts if divides_sequence(mod) else (Replicate(),)
+        return RowwiseParallel._prepare_output_fn(layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class ShardSequence(ParallelStyle):
@@ -156,8 +204,10 @@ class ShardSequence(ParallelStyle):
         self.where = where
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mark_sequence(module)
+
         def shard(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq / tp, hidden)
-            return redistribute(hidden, device_mesh, Replicate(), Shard(1))
+            return redistribute(hidden, device_mesh, Replicate(), Shard(1)) if divides_sequence(module) else hidden
 
         (_convert_input if self.where == "input" else convert_output)(module, shard)
         return module
@@ -167,7 +217,11 @@ class GatherSequence(ParallelStyle):
     """All-gather a module's output along the sequence: the end of the sequence-parallel region."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mark_sequence(module)
+
         def gather(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq / tp, hidden) -> (batch, seq, hidden)
+            if not divides_sequence(module):
+                return hidden
             return as_writable(redistribute(hidden, device_mesh, Shard(1), Replicate()))
 
         convert_output(module, gather)

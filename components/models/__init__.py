@@ -13,7 +13,7 @@ activation_offload.py  saved activations in host memory
 fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels
 triton_kernels.py      kernels of SwiGLU and of NF4's unpacking, imported on a GPU only
 compile.py             compile_layers, and removal of truncated files from torch's compile cache
-generation.py          generate, stream_tokens: greedy or sampled answers
+generation.py          generate, generate_tokens, stream_tokens: greedy or sampled answers
 tokenizer.py           load_tokenizer, including one token per byte
 weights/               loading, initializing, gathering and exporting weights
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from components.models.compile import compile_layers
     from components.models.fused_layers import FusedLayers, fuse_layers
     from components.models.generation import (
+        RowsForward,
         Sampling,
         context_length,
         encode_messages,

@@ -1,38 +1,57 @@
-"""Greedy and sampled generation from prompts with a model on any mesh."""
+"""Greedy and sampled generation from prompts, many rows at once, with a model on any mesh.
+
+Rows are padded on the left, so that a cache of keys and values grows by one slot for all of them. transformers builds
+the masks from the padding, as for its own `generate`: for each type of attention layer, and for layers with a state,
+whose inputs are zero at the padding.
+"""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from components.chat_template import ChatTemplate
+from components.config.schema.model import CAUSAL_EAGER, CAUSAL_FLASH, CAUSAL_SDPA
 from components.conversation import Conversation, Prompt
+from components.json_collectives import all_gather_json
+from components.models.anatomy import transformers_class
+from components.torch_kernels import INCREMENT, hashed, shifted, signed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_FORWARDS_APART = 8
+"""Forwards between two questions whether all ranks go on, where their forwards need no other rank."""
+_ENDED_SHARE = 0.25
+"""Rows that have ended leave the batch once they are this share of it: each time copies the cache of the others."""
 
-class GenerationForward(Protocol):
-    """Forward of a mesh for complete rows that all its ranks pass in."""
 
-    @property
-    def call(self) -> Callable[..., Any]:
-        """Forward with the arguments of a Hugging Face causal LM."""
+@dataclass(frozen=True, slots=True)
+class RowsForward:
+    """A forward for generation: what it computes at once, and with which ranks."""
 
-    @property
-    def multiple(self) -> int:
-        """Row lengths must be multiples of this."""
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether `call` supports a cache of keys and values."""
+    call: Callable[..., Any]
+    """Forward with the arguments of a Hugging Face causal LM, for rows that are not divided."""
+    rows: int = 32
+    """Most rows that a rank computes at once; their cache of keys and values takes memory."""
+    keeps_cache: bool = True
+    """Whether `call` supports a cache of keys and values. Without one, each row is recomputed for each of its tokens,
+    one row after another, by all ranks together."""
+    share: tuple[int, int] = (0, 1)
+    """This rank's index among the ranks that divide the rows, and their number."""
+    same_rows: dist.ProcessGroup | None = None
+    """Group of the ranks that compute the same rows (tp), whose first rank chooses the tokens; None: this rank only."""
+    lockstep: bool = False
+    """Whether a forward has collectives with ranks that compute other rows, so that all ranks must run equally many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +68,45 @@ class Sampling:
     top_k: int = 0
     """Sample only from this many most likely tokens, before `top_p` applies; 0: from all."""
 
-    def choose(self, logits: torch.Tensor, prompt: int, position: int) -> torch.Tensor:
-        """Return the token, an int64 scalar on the device of `logits` (vocabulary).
+    def choose(self, logits: torch.Tensor, samples: torch.Tensor, position: int) -> torch.Tensor:
+        """Return a token for each row, (rows,) int64.
 
-        A sampled token is a function of the logits, the seed, the index of the prompt and the position in its answer:
-        the first in vocabulary order at which the cumulative probability exceeds a uniform random number. This does
-        not depend on how tokens of almost equal probability are sorted, which may differ between meshes.
+        A sampled token is a function of the logits, the seed, the number of the sample and the position in its answer:
+        the token with the largest sum of logit / temperature and Gumbel noise. This samples from the softmax
+        (Gumbel-max, Maddison et al. 2014). The noise is a hash of these numbers and the token, so that rounding of the
+        logits changes a token only if the two largest sums are almost equal.
+
+        Args:
+            logits: (rows, vocabulary).
+            samples: Number of each row's sample, (rows,) int64 on the same device.
         """
         if self.temperature == 0:
-            return logits.argmax()
-        probabilities = self.probabilities(logits.cpu())  # (vocabulary)
-        digest = blake2b(f"{self.seed}:{prompt}:{position}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest))
-        cumulative = probabilities.double().cumsum(0)
-        drawn = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-        return torch.searchsorted(cumulative, drawn, right=True).clamp(max=len(cumulative) - 1).to(logits.device)
+            return logits.argmax(-1)
+        return self.scores(logits).add_(self._noise(logits, samples, position)).argmax(-1)
 
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities to sample from, in float32. logits: (vocabulary)."""
-        probabilities = (logits.float() / self.temperature).softmax(0)
+    def of_sample(self, sample: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Return `choose` for one row with this number, for `stream_tokens`."""
+        return lambda logits, position: self.choose(logits, torch.tensor([sample], device=logits.device), position)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits / temperature in float64, -inf for tokens left out by top_k and top_p. (rows, vocabulary)."""
+        scores = logits.double() / self.temperature
         if self.top_p == 1 and self.top_k == 0:
-            return probabilities
-        ordered, order = probabilities.sort(descending=True, stable=True)
+            return scores
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         if self.top_k:
-            ordered[self.top_k :] = 0
-            ordered /= ordered.sum()
-        kept = ordered.double().cumsum(0) - ordered < self.top_p  # the probability of the more likely tokens
-        kept[0] = True
-        if self.top_k:
-            kept[self.top_k :] = False
-        probabilities[order[~kept]] = 0
-        return probabilities / probabilities.sum()
+            ordered[:, self.top_k :] = -torch.inf
+        probabilities = ordered.softmax(-1)
+        # By the probability of the more likely tokens; at least the most likely one is kept.
+        ordered[:, 1:].masked_fill_((probabilities.cumsum(-1) - probabilities)[:, 1:] >= self.top_p, -torch.inf)
+        return scores.scatter_(-1, order, ordered)
+
+    def _noise(self, logits: torch.Tensor, samples: torch.Tensor, position: int) -> torch.Tensor:
+        """Return standard Gumbel noise (rows, vocabulary) in float64: -log(-log(u)), with hashes u in (0, 1)."""
+        of_samples = hashed(samples * INCREMENT + signed(self.seed))
+        tokens = torch.arange(1, logits.shape[-1] + 1, device=logits.device) * INCREMENT
+        bits = shifted(hashed(hashed(of_samples + position)[:, None] + tokens), 12)  # 52, exact in float64
+        return bits.double().add_(0.5).mul_(2**-52).log_().neg_().log_().neg_()
 
 
 _GREEDY = Sampling()
@@ -90,15 +117,16 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Prompt],
     max_new_tokens: int,
-    forward: GenerationForward | None = None,
+    forward: RowsForward | None = None,
     stopped: Callable[[], bool] | None = None,
     sampling: Sampling = _GREEDY,
+    ends: Callable[[int, list[int]], bool] = lambda sample, answer: False,
 ) -> list[str]:
     """Return the continuation of each prompt as text, without special tokens, as `generate_tokens` makes them.
 
     Returns an empty list if the generation was stopped.
     """
-    answers = generate_tokens(model, tokenizer, prompts, max_new_tokens, forward, stopped, sampling)
+    answers = generate_tokens(model, tokenizer, prompts, max_new_tokens, forward, stopped, sampling, ends)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in answers]
 
 
@@ -108,41 +136,192 @@ def generate_tokens(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Prompt],
     max_new_tokens: int,
-    forward: GenerationForward | None = None,
+    forward: RowsForward | None = None,
     stopped: Callable[[], bool] | None = None,
     sampling: Sampling = _GREEDY,
+    ends: Callable[[int, list[int]], bool] = lambda sample, answer: False,
+    samples: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of the continuation of each prompt, without the prompt and the stop token.
+    """Return the tokens of the continuation of each prompt, without the prompt and the stop token, on every rank.
 
-    Prompts given as text are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the
-    same prompts: they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step.
-    An answer ends with an end-of-text token, with a token that ends answers of the chat template, or where the model's
-    context does.
+    Prompts given as text are formatted with the tokenizer's chat template if it has one. An answer ends with an
+    end-of-text token, with a token that ends answers of the chat template, where `ends` says so, or where the model's
+    context does. Call it on all ranks with the same arguments. The ranks divide the prompts; an answer does not depend
+    on the others that are generated with it, but for rounding. Equal prompts of a batch are computed once.
 
     Args:
-        forward: Forward of the mesh; None: call the model itself. Without a cache of keys and values (pp, and tp with
-            sequence_parallel), the complete row, padded on the right to `forward.multiple`, is recomputed for each
-            token.
-        stopped: Called before each token on every rank; must return the same value on all ranks. True ends the
-            generation, and an empty list is returned.
+        forward: Forward of the mesh; None: call the model itself.
+        stopped: Called on every rank, before each token or every few tokens; must return the same value on all ranks.
+            True ends the generation, and an empty list is returned.
         sampling: How tokens are chosen. torch's random states are not used.
+        ends: Returns whether an answer, given the number of the sample and its tokens so far, is complete. Called after
+            each token, on the ranks that compute the row.
+        samples: A number for each prompt, by which its tokens are sampled; None: its index.
     """
+    forward = forward or RowsForward(model)
+    stops, context = stop_tokens(model, tokenizer), context_length(model) or 2**31
+    encoded = [list(each.tokens) if isinstance(each, Prompt) else encode_prompt(tokenizer, each) for each in prompts]
+    rows = [
+        _Row(index, sample, tokens, min(max_new_tokens, context - len(tokens)), partial(ends, sample))
+        for index, (sample, tokens) in enumerate(zip(samples or range(len(encoded)), encoded, strict=True))
+    ]
     was_training = model.training
     model.eval()
     try:
         # Eager, because compiled layers would be recompiled for every layer and size of the growing cache. That would
         # exhaust the recompile limit, which training after this shares.
-        with torch.compiler.set_stance("force_eager"):
-            token_lists, stops = [], stop_tokens(model, tokenizer)
-            for index, prompt in enumerate(prompts):
-                choose = partial(sampling.choose, prompt=index)
-                tokens = prompt.tokens if isinstance(prompt, Prompt) else encode_prompt(tokenizer, prompt)
-                most = min(max_new_tokens, (context_length(model) or 2**31) - len(tokens))
-                answer = stream_tokens(model, stops, tokens, most, choose, forward, stopped)
-                token_lists.append(list(answer))
+        with torch.compiler.set_stance("force_eager"), _own_attention(model):
+            # Without one (Mamba, RWKV, GPT-1, and pp), rows are recomputed.
+            has_cache = "past_key_values" in inspect.signature(transformers_class(model).forward).parameters
+            if forward.keeps_cache and has_cache:
+                device = next(model.parameters()).device
+                return _in_batches(rows, forward, device, stops, sampling, stopped)
+            for row in rows:
+                choose = sampling.of_sample(row.sample)
+                for token in stream_tokens(model, stops, row.prompt, row.most, choose, forward, stopped):
+                    row.answer.append(token)
+                    if row.ends(row.answer):
+                        break
     finally:
         model.train(was_training)
-    return [] if stopped is not None and stopped() else token_lists
+    return [] if stopped is not None and stopped() else [row.answer for row in rows]
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model attend by transformers' own function, which takes masks of padding; under cp over whole rows too."""
+    before: str = model.config._attn_implementation
+    names = {CAUSAL_SDPA: "sdpa", CAUSAL_FLASH: "sdpa", CAUSAL_EAGER: "eager"}
+    own = next((name for replaced, name in names.items() if before.startswith(replaced)), None)
+    if own is not None:
+        model.set_attn_implementation(own)
+    try:
+        yield
+    finally:
+        if own is not None:
+            model.set_attn_implementation(before)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A prompt and its answer so far."""
+
+    index: int
+    sample: int
+    """Number by which its tokens are sampled."""
+    prompt: list[int]
+    most: int
+    """Maximum length of the answer."""
+    ends: Callable[[list[int]], bool]
+    answer: list[int] = field(default_factory=list)
+
+    def take(self, token: int, stops: Container[int]) -> bool:
+        """Add a token, unless it is a stop token, and return whether the answer is complete."""
+        if token in stops:
+            return True
+        self.answer.append(token)
+        return len(self.answer) >= self.most or self.ends(self.answer)
+
+
+def _in_batches(
+    rows: list[_Row],
+    forward: RowsForward,
+    device: torch.device,
+    stops: Container[int],
+    sampling: Sampling,
+    stopped: Callable[[], bool] | None,
+) -> list[list[int]]:
+    """Return the answers of all rows on every rank; an empty list if the generation was stopped.
+
+    Rows are sorted by decreasing length, so that batches have little padding and the first one needs the most memory.
+    All ranks begin a batch together: if one rank began while others wait for it in the middle of theirs, they would
+    take turns.
+    """
+    index, ranks = forward.share
+    order = sorted((row for row in rows if row.most > 0), key=lambda row: (-len(row.prompt), row.index))
+    batches = -(-len(order) // (forward.rows * ranks))
+    size = -(-len(order) // max(1, batches))  # over all ranks, about equal for all batches
+    for start in range(0, len(order), max(1, size)):
+        own = order[start : start + size][index::ranks]
+        forwards, is_alive = _continued(own, forward, device, stops, sampling), bool(own)
+        while _on_any_rank(is_alive, ranks, device):
+            if stopped is not None and stopped():
+                return []
+            for _ in range(1 if forward.lockstep else _FORWARDS_APART):
+                if is_alive:
+                    is_alive = next(forwards)
+                elif forward.lockstep:
+                    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+                    forward.call(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
+    if stopped is not None and stopped():
+        return []
+    if ranks > 1:
+        is_first = forward.same_rows is None or dist.get_rank(forward.same_rows) == 0
+        own_answers = [[row.index, row.answer] for row in order if row.answer] if is_first else []
+        for place, answer in itertools.chain.from_iterable(all_gather_json(own_answers)):
+            rows[place].answer = answer
+    return [row.answer for row in rows]
+
+
+def _on_any_rank(value: bool, ranks: int, device: torch.device) -> bool:
+    """Return whether the value is true on any rank. A collective if several ranks divide the rows."""
+    if ranks == 1:
+        return value
+    found = torch.tensor(float(value), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def _continued(
+    rows: list[_Row], forward: RowsForward, device: torch.device, stops: Container[int], sampling: Sampling
+) -> Iterator[bool]:
+    """Generate a token of each row, and yield whether any row is left, after each forward."""
+    prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
+    width = max(map(len, prompts))
+    padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    ids = torch.tensor(padded, device=device)  # (prompts, width)
+    starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    mask = (torch.arange(width, device=device) >= starts[:, None]).long()
+    needs_mask = any(len(prompt) < width for prompt in prompts)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the start of each prompt
+    samples = torch.tensor([row.sample for row in rows], device=device)
+    live: list[_Row | None] = list(rows)
+    cache = None
+    for position in itertools.count():
+        output = forward.call(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask if needs_mask else None,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits, cache = output.logits, output.past_key_values
+        logits = (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, -1]  # (rows, vocabulary)
+        if len(rows) > len(prompts) and position == 0:
+            places = {prompt: place for place, prompt in enumerate(prompts)}
+            index = torch.tensor([places[tuple(row.prompt)] for row in rows], device=device)
+            cache.reorder_cache(index)
+            logits, mask, positions = logits[index], mask[index], positions[index]
+        tokens = sampling.choose(logits, samples, position)  # (rows,)
+        if forward.same_rows is not None:
+            dist.broadcast(tokens, group=forward.same_rows, group_src=0)
+        for place, token in enumerate(tokens.tolist()):
+            row = live[place]
+            if row is not None and row.take(token, stops):
+                live[place] = None
+        left = [place for place, row in enumerate(live) if row is not None]
+        if not left:
+            yield False
+            return
+        if len(live) - len(left) >= _ENDED_SHARE * len(live):
+            index = torch.tensor(left, device=device)
+            cache.reorder_cache(index)
+            tokens, mask, positions, samples = (each[index] for each in (tokens, mask, positions, samples))
+            live = [live[place] for place in left]
+        ids, positions = tokens[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        yield True
 
 
 @torch.no_grad()
@@ -151,8 +330,8 @@ def stream_tokens(
     stops: Container[int],
     tokens: Sequence[int],
     max_new_tokens: int,
-    choose: Callable[..., torch.Tensor],
-    forward: GenerationForward | None = None,
+    choose: Callable[[torch.Tensor, int], torch.Tensor],
+    forward: RowsForward | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue `tokens` as they are generated, without the stop token.
@@ -161,42 +340,33 @@ def stream_tokens(
 
     Args:
         stops: `stop_tokens` of the model.
-        choose: `Sampling.choose` with the index of the prompt: returns a token from the logits, given its `position`.
+        choose: `Sampling.choose` with the number of the sample: returns a token from the logits (1, vocabulary) and its
+            position.
         forward, stopped: As for `generate`.
     """
     tokens = list(tokens)
     device = next(model.parameters()).device
     start = len(tokens)
-    call = forward.call if forward else model
-    multiple, keeps_cache = (forward.multiple, forward.keeps_cache) if forward else (1, True)
+    forward = forward or RowsForward(model)
     cache = None
     while len(tokens) < start + max_new_tokens and not (stopped is not None and stopped()):
         cached = 0 if cache is None else cache.get_seq_length()
-        new = tokens[cached:]
-        width = -(-len(new) // multiple) * multiple
-        # Attention is causal: no token attends to the padding on its right.
-        ids = torch.tensor([new + [0] * (width - len(new))], device=device)  # (1, width)
-        positions = torch.arange(cached, cached + width, device=device)[None]  # (1, width)
-        last = torch.tensor([len(new) - 1], device=device)
-        cache_options = {"past_key_values": cache, "use_cache": True} if keeps_cache else {}
-        output = call(input_ids=ids, position_ids=positions, logits_to_keep=last, **cache_options)
+        ids = torch.tensor([tokens[cached:]], device=device)  # (1, new tokens)
+        positions = torch.arange(cached, len(tokens), device=device)[None]  # (1, new tokens)
+        last = torch.tensor([len(tokens) - cached - 1], device=device)
+        cache_options = {"past_key_values": cache, "use_cache": True} if forward.keeps_cache else {}
+        output = forward.call(input_ids=ids, position_ids=positions, logits_to_keep=last, **cache_options)
         # Without one (Mamba, RWKV, GPT-1), the complete row is recomputed for each token.
-        cache = getattr(output, "past_key_values", None) if keeps_cache else None
-        token = _next_token(output.logits, partial(choose, position=len(tokens) - start))
+        cache = getattr(output, "past_key_values", None) if forward.keeps_cache else None
+        logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+        chosen = choose(logits[:, -1], len(tokens) - start)  # (1,)
+        if dist.is_initialized():
+            dist.broadcast(chosen, src=0)
+        token = int(chosen)
         if token in stops:
             break
         tokens.append(token)
         yield token
-
-
-def _next_token(logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> int:
-    """Return rank 0's choice on every rank. logits: (1, 1, vocabulary)."""
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
-    token = choose(logits[0, -1])
-    if dist.is_initialized():
-        dist.broadcast(token, src=0)
-    return int(token)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:

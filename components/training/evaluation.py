@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from components.training.objectives import PLAIN, Chunk, RowScores, TokenLoss, T
 from components.training.objectives.base import CROSS_ENTROPY
 from components.training.objectives.cross_entropy import log_softmax, upcast
 from components.training.prepared import Prepared
-from components.training.step import forward_loss, local_batch, score_for, score_tokens, weights_of_rows
+from components.training.step import autocast, forward_loss, local_batch, score_for, score_tokens, weights_of_rows
 
 _FREE_SHARE = 0.5
 """Maximum fraction of a rank's free memory for unsharded weights, so that generation does not set the run's peak."""
@@ -152,34 +153,39 @@ def show_generations(
     answers with tool calls (generation.tool_calls) are generated greedily, and only compared, not printed. Those whose
     calls are not read back from the template's text are left out; `unread` is their share.
 
-    FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
-    for every token; a line reports which. Under pp they are always gathered for every token. Nothing is printed once a
-    stop request arrives.
+    Nothing is printed once a stop request arrives.
     """
     prompts, turns = [], list[Prompt]()
     if not run.agreed_to_stop():
         given = [Prompt(text, _encoded(tokenizer, text, run.data)) for text in cfg.prompts]
         prompts = [*data.sample_prompts(held_out, cfg.samples), *given]
         turns = data.prompts_of_calls(held_out, cfg.tool_calls)
-    total = (len(prompts) + len(turns)) * cfg.max_new_tokens
+    if not prompts and not turns:
+        return
     with (
-        run.status("generating", total) as advance,
         model.with_weights(model.evaluates_average),
-        gathered_weights(model, run) if total else nullcontext(),
-        distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
+        generation_forward(model, run, cfg.rows) as forward,
+        run.status("generating", cfg.max_new_tokens * -(-(len(prompts) + len(turns)) // forward.share[1])) as advance,
     ):
-        sampling = models.Sampling(cfg.temperature, cfg.top_p, cfg.seed)
-        left = iter(range(total))
 
-        def stopped() -> bool:
-            if next(left, None) is not None:  # called before each token, and at the end
-                advance()
-            return run.agreed_to_stop()
+        def show_progress(index: int, answer: list[int]) -> bool:
+            advance()
+            return False
 
-        answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, stopped, sampling)
-        called = models.generate_tokens(model.module, tokenizer, turns, cfg.max_new_tokens, forward, stopped)
-    texts = [prompt.text for prompt in prompts]
-    run.report_generations(list(zip(texts, answers, strict=True)) if answers else [])
+        generated = partial(
+            models.generate_tokens,
+            model.module,
+            tokenizer,
+            max_new_tokens=cfg.max_new_tokens,
+            forward=forward,
+            stopped=run.agreed_to_stop,
+            ends=show_progress,
+        )
+        answers = generated(prompts, sampling=models.Sampling(cfg.temperature, cfg.top_p, cfg.seed))
+        called = generated(turns)
+    texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in answers]
+    asked = [prompt.text for prompt in prompts]
+    run.report_generations(list(zip(asked, texts, strict=True)) if texts else [])
     if called:
         shares = _tool_call_shares(tokenizer, turns, called, cfg.max_new_tokens)
         calls = [prompt.calls for prompt in held_out.prompts if prompt.calls is not None]
@@ -222,23 +228,51 @@ def _free_memory(device: torch.device) -> int:
     return max(0, share - observability.peak_memory_bytes(device))
 
 
-def gathered_weights(model: Prepared, run: RunContext) -> AbstractContextManager[None]:
-    """Return a context in which FSDP2's weights are unsharded if they fit, the same on all ranks; report the choice."""
-    if model.pipeline is not None:
-        return nullcontext()  # copying tied weights between stages needs the shards
+@contextmanager
+def generation_forward(model: Prepared, run: RunContext, rows: int) -> Iterator[models.RowsForward]:
+    """Context of a forward for generation; the ranks divide prompts over dp and cp. A collective.
+
+    FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
+    for every token; a line reports which. Under tp no rank divides sequences. Under pp all ranks generate one answer
+    after another, and weights are gathered for every token.
+
+    Args:
+        rows: Most answers that a rank generates at once.
+    """
+    mesh = run.mesh
+    with ExitStack() as stack:
+        stack.enter_context(distributed.whole_sequences(model.called_modules))
+        stack.enter_context(autocast(model.settings))
+        if model.pipeline is not None:
+            yield models.RowsForward(model.pipeline.logits, keeps_cache=False)
+            return
+        gathered = _gathers_once(model, run)
+        if gathered:
+            stack.enter_context(distributed.unshard_fsdp2_model(model.module))
+        yield models.RowsForward(
+            call=model.module,
+            rows=rows,
+            share=(mesh.rank("dp_cp"), mesh.size("dp_cp")),
+            same_rows=mesh["tp"].get_group() if mesh.size("tp") > 1 else None,
+            lockstep=mesh.size("ep") > 1 or not gathered,
+        )
+
+
+def _gathers_once(model: Prepared, run: RunContext) -> bool:
+    """Return whether FSDP2's weights fit into memory at once, the same on all ranks; report it. True without FSDP2."""
     needed = distributed.unsharded_bytes(model.module)
     figures = all_gather_json([needed, _free_memory(model.settings.device)])
     if not any(needed for needed, _ in figures):
-        return nullcontext()  # not sharded by FSDP2
+        return True
     needed, free = max(figures, key=lambda each: each[0] / max(each[1], 1))  # of the fullest rank
-    fits = needed <= _FREE_SHARE * free
+    fits: bool = needed <= _FREE_SHARE * free
     if fits:
         run.print(f"generation: weights gathered once ({needed / _GIB:.2f} GiB of {free / _GIB:.2f} GiB free)")
     else:
         run.print(
             f"generation: weights gathered per token (at once {needed / _GIB:.2f} GiB; {free / _GIB:.2f} GiB free)"
         )
-    return distributed.unshard_fsdp2_model(model.module) if fits else nullcontext()
+    return fits
 
 
 @dataclass(frozen=True, slots=True)

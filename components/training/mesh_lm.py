@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import TemplateLM
@@ -15,13 +14,12 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from components import distributed, models
+from components import models
 from components.chat_template import ChatTemplate
-from components.conversation import Conversation
-from components.models.generation import GenerationForward
+from components.conversation import Conversation, Prompt
 from components.protocol.errors import ConfigError
 from components.training.context import RunContext
-from components.training.evaluation import Continuation, RequestBatches, gathered_weights, score_continuations
+from components.training.evaluation import Continuation, RequestBatches, generation_forward, score_continuations
 from components.training.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -32,6 +30,10 @@ _SAMPLING_KEYS = ("do_sample", "temperature", "top_p", "top_k")
 _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 GENERATION_KEYS = frozenset(["until", *_SAMPLING_KEYS, *_LENGTH_KEYS])
 """Keys of a task's generation_kwargs that `generate_until` supports."""
+
+
+_ROWS = 32
+"""Answers that a rank generates at once unless evaluation.batch_size is set."""
 
 
 class Stopped(Exception):
@@ -61,7 +63,6 @@ class MeshLM(TemplateLM):
         super().__init__()
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        self._stops = models.stop_tokens(model.module, tokenizer)
         self._model, self._batches, self._run = model, batches, run
         self._max_length = max_length
 
@@ -140,41 +141,54 @@ class MeshLM(TemplateLM):
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return the generated continuation of each context, up to a stop sequence. One request at a time."""
-        model, run = self._model, self._run
-        with (
-            gathered_weights(model, run),
-            distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
-        ):
-            return [self._generate(index, request, forward) for index, request in enumerate(requests)]
+        """Return the generated continuation of each context, up to a stop sequence.
 
-    def _generate(self, index: int, request: Instance, forward: GenerationForward) -> str:
-        context, options = request.args
-        settings = normalize_gen_kwargs(options)
-        until = handle_stop_sequences(list(settings["until"]), self.tokenizer.decode(self.eot_token_id))
-        longest = settings["max_gen_toks"]
-        if longest >= self._max_length:
-            raise ConfigError(
-                f"evaluation.tasks: a task generates max_gen_toks={longest} tokens, which must be less than the "
-                f"{self._max_length} of the model's context; change the task"
+        Requests with the same options are generated together; the number of a sample is the index of its request.
+        """
+        together: dict[tuple[int, models.Sampling], list[int]] = {}
+        prompts, texts, until = list[Prompt](), [""] * len(requests), list[list[str]]()
+        for index, request in enumerate(requests):
+            context, options = request.args
+            settings = normalize_gen_kwargs(options)
+            longest = settings["max_gen_toks"]
+            if longest >= self._max_length:
+                raise ConfigError(
+                    f"evaluation.tasks: a task generates max_gen_toks={longest} tokens, which must be less than the "
+                    f"{self._max_length} of the model's context; change the task"
+                )
+            prompts.append(Prompt(context, self.tok_encode(context)[-(self._max_length - longest) :]))
+            until.append(handle_stop_sequences(list(settings["until"]), self.tokenizer.decode(self.eot_token_id)))
+            sampling = models.Sampling(
+                temperature=settings.get("temperature", 0.0) if settings["do_sample"] else 0.0,
+                top_p=settings.get("top_p", 1.0),
+                top_k=settings.get("top_k", 0),
             )
-        sampling = models.Sampling(
-            temperature=settings.get("temperature", 0.0) if settings["do_sample"] else 0.0,
-            top_p=settings.get("top_p", 1.0),
-            top_k=settings.get("top_k", 0),
-        )
-        choose = partial(sampling.choose, prompt=index)
-        tokens = self.tok_encode(context)[-(self._max_length - longest) :]
-        stream = models.stream_tokens(
-            self._model.module, self._stops, tokens, longest, choose, forward, self._run.agreed_to_stop
-        )
-        answer: list[int] = []
-        text = ""
-        for token in stream:
-            answer.append(token)
-            text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-            if any(stop and stop in text for stop in until):
-                break
-        if self._run.agreed_to_stop():
-            raise Stopped
-        return str(postprocess_generated_text(text, until, None))
+            together.setdefault((longest, sampling), []).append(index)
+
+        def ends(index: int, answer: list[int]) -> bool:
+            text = self._decoded(answer)
+            return any(stop and stop in text for stop in until[index])
+
+        run = self._run
+        with generation_forward(self._model, run, self._batches.rows or _ROWS) as forward:
+            for (longest, sampling), indices in together.items():
+                chosen = [prompts[index] for index in indices]
+                answers = models.generate_tokens(
+                    self._model.module,
+                    self.tokenizer,
+                    chosen,
+                    longest,
+                    forward,
+                    run.agreed_to_stop,
+                    sampling,
+                    ends,
+                    samples=indices,
+                )
+                if not answers:
+                    raise Stopped
+                for index, answer in zip(indices, answers, strict=True):
+                    texts[index] = str(postprocess_generated_text(self._decoded(answer), until[index], None))
+        return texts
+
+    def _decoded(self, answer: list[int]) -> str:
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True))

@@ -21,7 +21,7 @@ from components.config.schema.training import EvalWeights, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline_schedule import Pipeline
 from components.protocol.errors import ConfigError
-from components.torch_kernels import torch_dtype
+from components.torch_kernels import INCREMENT, hashed, signed, torch_dtype
 from components.training.objectives.loss_head import LossHead
 from components.training.optimizers.gradients import SpikeWindow, local_tensor
 from components.training.routers import Routers
@@ -206,9 +206,9 @@ class EmbeddingNoise:
         counts = before.gather(1, ends).gather(1, document) > before[:, :seq]  # this token or a later one has a target
         if predicts_next:
             counts = counts | (F.pad(counts[:, :-1], (1, 0)) & (within > 0))
-        start = _signed(self.seed * _INCREMENT + self.step * _MULTIPLIERS[0])
-        text = totals(_mixed(batch.input_ids * _signed(_INCREMENT) + _mixed(within)) * counts)
-        keys = _mixed(_mixed(text + start) + _mixed(within + 1))
+        start = signed(self.seed * INCREMENT + self.step * _STEPS)
+        text = totals(hashed(batch.input_ids * INCREMENT + hashed(within)) * counts)
+        keys = hashed(hashed(text + start) + hashed(within + 1))
         values = torch.stack([keys, totals(counts.long()) * counts], dim=-1)
         return replace(batch, layer_inputs={**batch.layer_inputs, self.KEYWORD: values})
 
@@ -223,10 +223,10 @@ class EmbeddingNoise:
         hidden, dtype = output.shape[-1], torch.promote_types(output.dtype, torch.float32)
         keys, lengths = self._keys.flatten(0, 1).unbind(-1)  # (tokens,)
         scales = self.alpha * (lengths > 0) * (lengths.clamp(min=1) * hidden).to(dtype).rsqrt()
-        channels = (torch.arange(hidden, device=output.device) + 1) * _signed(_INCREMENT)
+        channels = (torch.arange(hidden, device=output.device) + 1) * INCREMENT
         size = max(1, _NOISE_CHUNK // hidden)
         noise = [
-            ((_mixed(key[:, None] + channels) >> 40).to(dtype) * (scale[:, None] * 2.0**-23)).to(output.dtype)
+            ((hashed(key[:, None] + channels) >> 40).to(dtype) * (scale[:, None] * 2.0**-23)).to(output.dtype)
             for key, scale in zip(keys.split(size), scales.split(size), strict=True)
         ]  # the upper 24 bits, from -2^23 to 2^23 - 1: float32 represents them exactly
         return output + torch.cat(noise).view(output.shape)
@@ -234,23 +234,8 @@ class EmbeddingNoise:
 
 _NOISE_CHUNK = 2**22
 """Values of noise that are computed at a time: they need several int64 tensors of this size."""
-_INCREMENT, _MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Constants of SplitMix64 (Steele et al. 2014)."""
-
-
-def _signed(value: int) -> int:
-    """Return the signed integer with the lower 64 bits of `value`."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """Return SplitMix64's hash of int64 values, whose products wrap around."""
-    first, second = map(_signed, _MULTIPLIERS)
-    values = (values ^ (values >> 30 & 2**34 - 1)) * first  # int64 shifts copy the sign: the mask removes it
-    values = (values ^ (values >> 27 & 2**37 - 1)) * second
-    return values ^ (values >> 31 & 2**33 - 1)
-
-
+_STEPS = 0xBF58476D1CE4E5B9
+"""Factor of the number of the step in the hashes of the noise."""
 NOTE = (
     "deterministic: torch selects deterministic kernels; runs on the same mesh, devices and versions are bit-equal, "
     "and an operator without such a kernel ends the run"

@@ -344,7 +344,7 @@ class TasksConfig:
     for scores to report."""
     batch_size: int | None = None
     """Requests per forward pass of one process, at least 1; null: as many as fit into micro_batch_size x seq_len
-    tokens. Affects speed and memory, not results."""
+    tokens, and 32 of tasks that generate answers. Affects speed and memory, not results."""
     apply_chat_template: bool = False
     """Format the questions with the tokenizer's chat template."""
 
@@ -428,6 +428,9 @@ class GenerationConfig:
     """Number of held-out prompts to generate an answer for; 0: none."""
     max_new_tokens: int = 48
     """Maximum length of a generated answer in tokens, greater than 0."""
+    rows: int = 32
+    """Most answers that a process generates at once, at least 1. Fewer need less memory for keys and values, and more
+    time."""
     prompts: list[str] = field(default_factory=list)
     """Additional prompts to generate answers for."""
     tool_calls: int = 0
@@ -440,13 +443,15 @@ class GenerationConfig:
     """Sample only from the most likely tokens whose probabilities together reach this value, in (0, 1]; 1: from all
     tokens."""
     seed: int = 0
-    """Seed of the sampled tokens, in [0, 2**32 - 1]. The same seed samples the same text on every mesh."""
+    """Seed of the sampled tokens, in [0, 2**32 - 1]. The same seed samples the same text on every mesh and for every
+    `rows`: in float64 always, in float32 for thousands of tokens, in bfloat16 for some dozens."""
 
     def __post_init__(self) -> None:
         problems = [
             *at_least("generation.samples", self.samples, 0),
             *within("generation.tool_calls", self.tool_calls, 0, MOST_TOOL_CALLS),
             *above("generation.max_new_tokens", self.max_new_tokens, 0),
+            *at_least("generation.rows", self.rows, 1),
             *at_least("generation.temperature", self.temperature, 0),
             *within("generation.seed", self.seed, 0, 2**32 - 1),
         ]
