@@ -280,8 +280,11 @@ def _style_for(module: nn.Module, style: ParallelStyle) -> ParallelStyle | None:
         return style
     if type(style) is ColwiseParallel:
         return _AdaptedColwise(style)
-    is_rowwise = isinstance(style, RowwiseParallel) and type(style) in (RowwiseParallel, RowwiseSequence)
-    if is_rowwise and style.output_layouts[0] in (Replicate(), Shard(0), Shard(1)):
+    if (
+        isinstance(style, RowwiseParallel)
+        and type(style) in (RowwiseParallel, RowwiseSequence)
+        and style.output_layouts[0] in (Replicate(), Shard(0), Shard(1))
+    ):
         return _AdaptedRowwise(style) if style.use_local_output else None
     if adapted and isinstance(style, RowsOfHeads):
         return style
