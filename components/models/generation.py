@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FORWARDS_APART = 8
 """Forwards between two questions whether all ranks go on, where their forwards need no other rank."""
+_SHORTEST_PREFIX = 32
+"""Tokens that all prompts of a batch must begin with to be computed once."""
 _ENDED_SHARE = 0.25
 """Rows that have ended leave the batch once they are this share of it: each time copies the cache of the others."""
 
@@ -273,31 +275,43 @@ def _on_any_rank(value: bool, ranks: int, device: torch.device) -> bool:
 
 
 def _continued(
-    rows: list[_Row], forward: RowsForward, device: torch.device, stops: Container[int], sampling: Sampling
+    rows: list[_Row],
+    forward: RowsForward,
+    device: torch.device,
+    stops: Container[int],
+    sampling: Sampling,
 ) -> Iterator[bool]:
-    """Generate a token of each row, and yield whether any row is left, after each forward."""
+    """Generate the tokens of rows together, and yield after each forward whether any row is left.
+
+    Equal prompts are computed once, and what all prompts begin with.
+    """
+    from transformers.cache_utils import DynamicLayer
+
     prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
-    width = max(map(len, prompts))
-    padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    ids = torch.tensor(padded, device=device)  # (prompts, width)
-    starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    mask = (torch.arange(width, device=device) >= starts[:, None]).long()
-    needs_mask = any(len(prompt) < width for prompt in prompts)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # from the start of each prompt
+    shortest = min(map(len, prompts))
+    differ = (place for place, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    shared = prompts[0][: min(next(differ, shortest), shortest - 1)]
+    cache: Any = None
+    if len(prompts) > 1 and len(shared) >= _SHORTEST_PREFIX:
+        ids = torch.tensor([shared], device=device)
+        _, cache = _run(forward, ids, torch.arange(len(shared), device=device)[None], None, None)
+        # The padding between the prefix and the rest of a prompt is not within the window or the state of other layers.
+        cache = cache if all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None])) else None
+        yield True
+    rests = [prompt[len(shared) if cache is not None else 0 :] for prompt in prompts]
+    width, start = max(map(len, rests)), len(prompts[0]) - len(rests[0])
+    ids = torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device)  # (prompts, width)
+    lengths = torch.tensor([len(rest) for rest in rests], device=device)[:, None]
+    filled = (torch.arange(width, device=device) >= width - lengths).long()  # (prompts, width)
+    is_padded = any(len(rest) < width for rest in rests)
+    positions = (start + filled.cumsum(-1) - 1).clamp(min=0)  # from the start of each prompt
+    mask = torch.cat([filled.new_ones(len(prompts), start), filled], dim=1)  # (prompts, slots)
+    if cache is not None:
+        cache.reorder_cache(torch.zeros(len(prompts), dtype=torch.int64, device=device))
     samples = torch.tensor([row.sample for row in rows], device=device)
     live: list[_Row | None] = list(rows)
-    cache = None
     for position in itertools.count():
-        output = forward.call(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask if needs_mask else None,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits, cache = output.logits, output.past_key_values
-        logits = (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, -1]  # (rows, vocabulary)
+        logits, cache = _run(forward, ids, positions, mask if is_padded else None, cache)
         if len(rows) > len(prompts) and position == 0:
             places = {prompt: place for place, prompt in enumerate(prompts)}
             index = torch.tensor([places[tuple(row.prompt)] for row in rows], device=device)
@@ -322,6 +336,28 @@ def _continued(
         ids, positions = tokens[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         yield True
+
+
+def _run(
+    forward: RowsForward, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+) -> tuple[torch.Tensor, Any]:
+    """Return the logits of the last tokens, (rows, vocabulary), and the cache.
+
+    Args:
+        ids, positions: New tokens, (rows, new).
+        mask: 0 where a slot of the cache or of the new tokens is padding, (rows, slots); None: nowhere.
+        cache: Of the earlier tokens; None: there are none.
+    """
+    output = forward.call(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+    return logits[:, -1], output.past_key_values
 
 
 @torch.no_grad()
