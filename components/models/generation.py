@@ -257,7 +257,7 @@ def _in_batches(
                     forward.call(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
     if stopped is not None and stopped():
         return []
-    if ranks > 1:
+    if ranks > 1 and order:
         is_first = forward.same_rows is None or dist.get_rank(forward.same_rows) == 0
         own_answers = [[row.index, row.answer] for row in order if row.answer] if is_first else []
         for place, answer in itertools.chain.from_iterable(all_gather_json(own_answers)):

@@ -1,8 +1,11 @@
-"""Generation with weights that FSDP2 gathers once, against one process and against gathering for every token."""
+"""Generation of many rows at once on every mesh, against one process that computes complete rows one after another."""
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,26 +18,194 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
 from components.config.schema.model import ModelConfig, WeightInit
+from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.training import GenerationConfig
 from components.conversation import Prompt, parse_calls
 from components.distributed.fsdp import _fsdp_units, param_groups
+from components.models import generation
 from components.models.tokenizer import byte_tokenizer
+from components.protocol.errors import ConfigError
 from components.training import evaluation
 from components.training.step_cost import record_traffic
+from tests.distributed.packed import MODELS as MASKED
+from tests.distributed.parity import HYBRID_MODELS, MOE_MODELS, SMALL, build, build_hybrid
+from tests.distributed.parity import MODELS as DENSE
 from tests.distributed.test_pipeline import Run, start
 from tests.harness import run_ranks
+from tests.suites import PARITY
 from tests.tiny_models import SIZES
 
-PROMPTS = ["*7 1,", "the longer of the two prompts"]
-TOKENS = 5
+TOKENS, CONTEXT = 24, SMALL["max_position_embeddings"]
 CONFIG = {**{key: value for key, value in SIZES.items() if key != "vocab_size"}, "model_type": "llama"}
 CFG = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=CONFIG)
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
-MESHES: dict[int, list[dict[str, Any]]] = {
-    1: [{}, {"strategy": "single"}],
-    2: [{"dp_shard": 2}, {"cp": 2}, {"pp": 2}],
-    4: [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}],
+SAMPLED = models.Sampling(temperature=1.0, seed=5)
+STOPS = {5, 6, 7, 8}
+TP_SP = {"tp": 2, "sequence_parallel": True}
+MESHES: dict[str, dict[str, Any]] = {
+    "single": {"strategy": "single"},
+    "ddp2": {"strategy": "ddp", "dp_replicate": 2},
+    "fsdp2": {"dp_shard": 2},
+    "cp2": {"cp": 2},
+    "tp2": {"tp": 2},
+    "tp2_sp": TP_SP,
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "fsdp2_tp2": {"dp_shard": 2, "tp": 2},
+    "fsdp2_tp2_sp": {"dp_shard": 2, **TP_SP},
+    "fsdp2_cp2": {"dp_shard": 2, "cp": 2},
+    "ep2_tp2": {"ep": 2, "tp": 2},
+    "pp2_tp2_sp": {"pp": 2, **TP_SP},
 }
+FAMILIES = {**DENSE, **MOE_MODELS, **MASKED, **HYBRID_MODELS}
+CASES: dict[int, list[tuple[str, str]]] = {
+    1: [("llama", "single")],
+    2: [
+        *(("llama", mesh) for mesh in ("ddp2", "fsdp2", "cp2", "tp2", "tp2_sp", "pp2")),
+        ("mixtral", "ep2"),
+        # A window, a soft cap, sinks, and linear layers.
+        *((family, mesh) for family in ("gemma3_text", "gpt_oss", "qwen3_next") for mesh in ("fsdp2", "tp2", "cp2")),
+        ("gemma2", "tp2"),
+    ],
+    4: [("llama", mesh) for mesh in ("hsdp", "fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_cp2")]
+    + [("mixtral", "ep2_tp2"), ("qwen3_next", "fsdp2_tp2_sp"), ("llama", "pp2_tp2_sp")],
+}
+
+
+def world_of(mesh: str) -> int:
+    return math.prod(size for size in MESHES[mesh].values() if type(size) is int)
+
+
+def prompts_of(prefix: int = 0) -> list[Prompt]:
+    """Ragged prompts of 1 to 18 tokens, the first two of them again at the end, all after a common prefix."""
+    draw = random.Random(3)
+    first = [draw.randint(9, 96) for _ in range(prefix)]
+    ragged = [first + [draw.randint(9, 96) for _ in range(draw.choice([1, 2, 5, 11, 18]))] for _ in range(9)]
+    return [Prompt("", tokens) for tokens in [*ragged, *ragged[:2]]]
+
+
+def splitmix(value: int) -> int:
+    value &= 2**64 - 1
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ value >> bits) * factor % 2**64
+    return value ^ value >> 31
+
+
+def gumbel(seed: int, sample: int, position: int, token: int) -> float:
+    """Noise of a token, in Python's integers."""
+    increment = 0x9E3779B97F4A7C15
+    key = splitmix(splitmix(sample * increment + seed) + position)
+    uniform = ((splitmix(key + (token + 1) * increment) >> 12) + 0.5) / 2**52
+    return -math.log(-math.log(uniform))
+
+
+def answers_of(model: Any, prompts: list[Prompt], sampling: models.Sampling) -> list[list[int]]:
+    """Answers one after another, each token from a forward of the complete row without a cache."""
+    answers = []
+    for sample, prompt in enumerate(prompts):
+        answer: list[int] = []
+        while len(answer) < TOKENS and len(prompt.tokens + answer) < CONTEXT:
+            with torch.no_grad():
+                row = model(input_ids=torch.tensor([prompt.tokens + answer]), use_cache=False).logits[0, -1].double()
+            if sampling.temperature:
+                scores = (row / sampling.temperature).tolist()
+                noisy = [each + gumbel(sampling.seed, sample, len(answer), i) for i, each in enumerate(scores)]
+                token = noisy.index(max(noisy))
+            else:
+                token = int(row.argmax())
+            if token in STOPS:
+                break
+            answer.append(token)
+        answers.append(answer)
+    return answers
+
+
+def built(family: str) -> Any:
+    model: Any = build_hybrid(family) if family in HYBRID_MODELS else build(family, torch.float64, FAMILIES[family])
+    return model.eval()
+
+
+def on_mesh(model: Any, mesh: str) -> tuple[training.Prepared, training.RunContext]:
+    config = ParallelismConfig(**{"dp_shard": 1, **MESHES[mesh]})
+    device_mesh, own = distributed.build_mesh(config, "cpu"), copy.deepcopy(model)
+    models.use_causal_sdpa(own)
+    anatomy = models.read_anatomy(own)
+    layout = distributed.parallelize(own, device_mesh, config, torch.float64, anatomy)
+    replica = distributed.wrap_replicas(own, device_mesh, config, layout)
+    settings = training.StepSettings(device=torch.device("cpu"), mesh=device_mesh)
+    return training.Prepared(own, settings, replica, config), training.RunContext(device_mesh, torch.device("cpu"))
+
+
+def answers_on(
+    model: training.Prepared, run: training.RunContext, prompts: list[Prompt], sampling: models.Sampling, rows: int
+) -> list[list[int]]:
+    with evaluation.generation_forward(model, run, rows) as forward:
+        tokenizer: Any = None
+        return models.generate_tokens(model.module, tokenizer, prompts, TOKENS, forward, sampling=sampling)
+
+
+@pytest.fixture(autouse=True)
+def stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of these tests have no tokenizer."""
+    original = generation.stop_tokens
+    monkeypatch.setattr(
+        generation, "stop_tokens", lambda model, tokenizer: STOPS if tokenizer is None else original(model, tokenizer)
+    )
+
+
+@pytest.mark.parametrize(
+    "family", FAMILIES if PARITY else ["llama", "gpt2", "gemma3_text", "gpt_oss", "qwen3_next", "bamba"]
+)
+def test_rows_together_have_the_answers_that_they_have_alone(family: str) -> None:
+    """In float64, token for token; answers end at different lengths, and prompts are padded or begin alike."""
+    model = built(family)
+    for prefix in (0, 33):
+        prompts = prompts_of(prefix)
+        expected = {sampling: answers_of(model, prompts, sampling) for sampling in (models.Sampling(), SAMPLED)}
+        assert len(set(map(len, expected[SAMPLED]))) > 3
+        assert expected[SAMPLED] != expected[models.Sampling()]
+        own = copy.deepcopy(model)
+        models.use_causal_sdpa(own)
+        before = own.config._attn_implementation
+        for sampling, answers in expected.items():
+            for rows in (1, 4, 100):
+                forward = models.RowsForward(own, rows)
+                tokenizer: Any = None
+                found = models.generate_tokens(own, tokenizer, prompts, TOKENS, forward, sampling=sampling)
+                assert found == answers, (prefix, sampling, rows)
+        assert own.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_answers_on_every_mesh_are_those_of_one_process(world: int) -> None:
+    cases = CASES[world]
+    if PARITY:
+        cases = cases + [(family, mesh) for family in FAMILIES for mesh in MESHES if world_of(mesh) == world]
+    prompts, expected = prompts_of(), {}
+    for family in dict.fromkeys(family for family, _ in cases):
+        model = built(family)
+        expected[family] = model, [answers_of(model, prompts, each) for each in (models.Sampling(), SAMPLED)]
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for family, mesh in cases:
+            model, answers = expected[family]
+            try:
+                prepared, run = on_mesh(model, mesh)
+            except ConfigError:  # on all ranks; of the other tests' cases none
+                assert (family, mesh) not in CASES[world]
+                continue
+            for free in (0, 2**40):  # weights gathered for every token, and once
+                evaluation._free_memory = lambda device, free=free: free
+                for sampling, wanted in zip((models.Sampling(), SAMPLED), answers, strict=True):
+                    found = answers_on(prepared, run, prompts, sampling, rows=3)
+                    equal = sum(mine == each for mine, each in zip(found, wanted, strict=True))
+                    if equal < len(wanted):
+                        problems.append(f"{family} {mesh} {free=} {sampling}: {equal} of {len(wanted)} answers")
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=300) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
 
 
 class Recorder(training.RunContext):
@@ -54,7 +225,7 @@ class Recorder(training.RunContext):
         parts: list[str] = []
         yield lambda: parts.append(activity)
         assert total is not None
-        assert 0 < len(parts) <= total  # a bar does not show 3/2
+        assert len(parts) <= total  # a bar does not show 3/2
 
     def report_generations(self, generations: list[tuple[str, str]]) -> None:
         self.pairs += generations
@@ -63,68 +234,39 @@ class Recorder(training.RunContext):
         self.shares = (dict(shares), answers)
 
 
-def generated(run: Run, free: int, **sampling: Any) -> tuple[list[str], list[str], dict[str, int]]:
-    """Return the answers, the printed lines, and the calls of each collective, with `free` bytes of memory."""
-    prepared = training.Prepared(run.model, run.settings, run.replica, run.config)
-    recorder, tokenizer = Recorder(run), models.load_tokenizer(CFG)
-    tokenizer.chat_template = None
-    evaluation._free_memory = lambda device: free
-    prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in PROMPTS]
-    cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS, **sampling)
-    with record_traffic() as traffic:
-        training.show_generations(prepared, tokenizer, SimpleNamespace(prompts=prompts), cfg, recorder)
-    calls: dict[str, int] = {}
-    for (_, operation), volume in traffic.volumes.items():
-        calls[operation] = calls.get(operation, 0) + volume.calls
-    return [answer for _, answer in recorder.pairs], recorder.lines, calls
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_are_gathered_once_or_for_every_token_as_memory_allows(world: int) -> None:
+    """A run generates, prints what it did, and its shards are as before."""
 
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[str]]:
-    """Greedy and sampled answers of one process that recomputes complete rows."""
-    model, tokenizer = models.build_on_meta(CFG), models.load_tokenizer(CFG)
-    tokenizer.chat_template = None
-    models.materialize(model, "cpu")
-    models.fill_weights(model, CFG, seed=5)
-    whole: Any = SimpleNamespace(call=lambda **inputs: model(**inputs, use_cache=False), multiple=1, keeps_cache=False)
-    answers = [
-        models.generate(model, tokenizer, PROMPTS, TOKENS, whole, sampling=sampling)
-        for sampling in (models.Sampling(), models.Sampling(**SAMPLED))
-    ]
-    assert answers[0] != answers[1]
-    return answers
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_answers_are_those_of_one_process_gathered_once_or_for_every_token(
-    world: int, expected: list[list[str]]
-) -> None:
     def body(rank: int) -> None:
-        for axes in MESHES[world]:
-            run = start(CFG, axes)
-            sharded = axes.get("strategy") != "single" and "pp" not in axes
-            before = {name: each.to_local().clone() for name, each in run.model.named_parameters()} if sharded else {}
-            for sampling, answers in (({}, expected[0]), (SAMPLED, expected[1])):
-                each_token, other_lines, more_calls = generated(run, 2 * distributed.unsharded_bytes(run.model) - 1)
-                once, lines, calls = generated(run, 2**40, **sampling)
-                assert once == answers, axes
-                assert each_token == expected[0], axes
-                assert not sharded or all(
-                    group.is_sharded for unit in _fsdp_units(run.model) for group in param_groups(unit)
-                )
-                for name, value in before.items():
-                    assert torch.equal(run.model.get_parameter(name).to_local(), value), name
-                if not sharded:
-                    assert lines == other_lines == []
-                    continue
-                assert lines == ["generation: weights gathered once (0.00 GiB of 1024.00 GiB free)"]
-                assert "weights gathered per token (at once 0.00 GiB" in other_lines[0]
-                if axes == {"dp_shard": 2}:
-                    # The root has no parameters; the last layer and the norm with the head stay gathered.
-                    freed = len(_fsdp_units(run.model)) - 3
-                    # Two gathers are those of the choice.
-                    assert calls["all_gather"] == 2 + freed, calls
-                    assert more_calls["all_gather"] == 2 + 2 + len(PROMPTS) * TOKENS * freed, more_calls
+        run = start(CFG, {}) if world == 1 else start(CFG, {"dp_shard": 2})
+        before = {name: each.to_local().clone() for name, each in run.model.named_parameters()}
+        tokenizer = models.load_tokenizer(CFG)
+        prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in ("*7 1,", "the longer one")]
+        run.model.generation_config.eos_token_id = None
+        needed, lines, calls, answers = distributed.unsharded_bytes(run.model), [], [], []
+        for free in (2 * needed - 1, 2**40):
+            prepared, recorder = training.Prepared(run.model, run.settings, run.replica, run.config), Recorder(run)
+            evaluation._free_memory = lambda device, free=free: free
+            cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS)
+            with record_traffic() as traffic:
+                training.show_generations(prepared, tokenizer, SimpleNamespace(prompts=prompts), cfg, recorder)
+            gathers = sum(each.calls for (_, name), each in traffic.volumes.items() if name == "all_gather")
+            calls.append(gathers)
+            lines += recorder.lines
+            answers.append(recorder.pairs)
+        for name, value in before.items():
+            assert torch.equal(run.model.get_parameter(name).to_local(), value), name
+        assert all(group.is_sharded for unit in _fsdp_units(run.model) for group in param_groups(unit))
+        assert answers[0] == answers[1]
+        assert [prompt for prompt, _ in answers[0]] == ["*7 1,", "the longer one"]
+        assert lines[1] == "generation: weights gathered once (0.00 GiB of 1024.00 GiB free)"
+        assert lines[0].startswith("generation: weights gathered per token (at once 0.00 GiB")
+        if world == 2:
+            # The root has no parameters; the last layer and the norm with the head stay gathered.
+            freed = len(_fsdp_units(run.model)) - 3
+            # Four gathers are those of the choice and of the answers.
+            assert calls == [4 + 2 + TOKENS * freed, 4 + freed], calls
 
     run_ranks(world, body, timeout=120)
 

@@ -26,6 +26,7 @@ from components.config.shape import stage_layers
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
 from components.protocol.errors import ConfigError
+from components.training.evaluation import generation_forward
 from scripts._memory.ranks import allocations, highest, local_bytes
 from tests.distributed import tiny_runs
 from tests.distributed.packed import batches_of, packed
@@ -218,9 +219,10 @@ def results_on(run: Run, cfg: ModelConfig) -> Results:
     accumulation = 4
     for step in range(2):
         held_out = local_batches(samples_of_step(50), run.mesh, accumulation)
-        loss = training.evaluate(training.Prepared(run.model, run.settings, run.replica), held_out).loss
+        prepared = training.Prepared(run.model, run.settings, run.replica, run.config)
+        loss = training.evaluate(prepared, held_out).loss
         results.losses.append(loss)
-        with distributed.unsharded_rows(run.replica, run.mesh, run.config) as forward:
+        with generation_forward(prepared, training.RunContext(run.mesh, run.settings.device), rows=2) as forward:
             results.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
             if step == 0:
                 sampled = models.generate(run.model, tokenizer, PROMPTS[:1], NEW_TOKENS, forward, sampling=SAMPLING)
@@ -228,7 +230,7 @@ def results_on(run: Run, cfg: ModelConfig) -> Results:
         if step == 0:
             batches = local_batches(samples_of_step(0), run.mesh, accumulation)
             assert len({batch.shape[1] for batch in batches}) > 1
-            training.train_step(training.Prepared(run.model, run.settings, run.replica), batches, optimizer)
+            training.train_step(prepared, batches, optimizer)
     return results
 
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from components.config.schema.model import DType, ModelConfig, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.run import PeftConfig, PeftExport, PeftMethod
 from components.models import (
+    RowsForward,
     add_adapters,
     build_on_meta,
     checkpoint_activations,
@@ -202,9 +202,9 @@ def greedy(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list
     return model, tokenizer, expected
 
 
-def without_cache(model: PreTrainedModel) -> SimpleNamespace:
-    """Forward without a KV cache on rows of a multiple of 8 tokens, as on meshes that shard sequences."""
-    return SimpleNamespace(call=model, multiple=8, keeps_cache=False)
+def without_cache(model: PreTrainedModel) -> RowsForward:
+    """Forward without a KV cache, as under pp."""
+    return RowsForward(model, keeps_cache=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
