@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from components.protocol.errors import ConfigError, raise_all
 from components.protocol.safe_parsing import parse_json
 
 Message = dict[str, Any]
@@ -16,6 +18,8 @@ Message = dict[str, Any]
 ASSISTANT = "assistant"
 TOOL = "tool"
 _SYSTEM_ROLES = ("system", "developer")
+_MOST_PROBLEMS = 10
+"""Lines of a file of prompts that an error lists."""
 
 
 class Conversation(NamedTuple):
@@ -63,6 +67,47 @@ class Conversation(NamedTuple):
         first = self.turns[0]
         untrained = frozenset(i - start + first for i in self.untrained if i >= start)
         return self._replace(messages=[*self.messages[:first], *self.messages[start:]], untrained=untrained)
+
+
+def read_prompts(file: str | Path) -> list[str | Conversation]:
+    """Return the prompts of a JSONL file: a text for a line with `prompt`, a conversation for one with `messages`.
+
+    Raises ConfigError that lists the first lines with problems.
+    """
+    key, found, problems = f"answers.prompts={file}", list[str | Conversation](), list[str]()
+    try:
+        lines = Path(file).expanduser().read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot be read: {error.strerror}; name a JSONL file of prompts") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_prompt_of(parse_json(line), f"{file}:{number}"))
+        except ValueError as error:
+            problems.append(f"{key}: line {number}: {error}")
+    if not found and not problems:
+        problems = [f'{key}: has no prompts; write one per line, such as {{"prompt": "Who are you?"}}']
+    raise_all(problems[:_MOST_PROBLEMS])
+    return found
+
+
+def _prompt_of(row: Any, where: str) -> str | Conversation:
+    """Return the prompt of a line. Raises ValueError if it has none."""
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise ValueError('must be an object with either "prompt" or "messages"')
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str):
+            raise ValueError(f'"prompt" is {row["prompt"]!r:.60}; it must be a text')
+        return str(row["prompt"])
+    messages, tools = row["messages"], row.get("tools")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+        raise ValueError('"messages" must be a list of objects with "role" and "content"')
+    if not messages or messages[-1]["role"] == ASSISTANT:
+        raise ValueError('"messages" must end with a message to answer, not with one of the assistant')
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError('"tools" must be a list')
+    return Conversation(where, messages, tools)
 
 
 class Prompt(NamedTuple):

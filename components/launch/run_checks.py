@@ -26,11 +26,12 @@ from components.config.schema.model import CausalLMConfig, Float8, Qat, WeightIn
 from components.config.schema.objective import DistillationConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
-from components.config.schema.recipes import RecipeConfig, TrainConfig, named_models, section
+from components.config.schema.recipes import AnswerConfig, RecipeConfig, TrainConfig, named_models, section
 from components.config.schema.run import CheckpointConfig, PeftConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig
 from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
+from components.conversation import read_prompts
 from components.data.preflight import check_files, check_token_stores
 from components.data.sources.files import is_hub_name
 from components.launch.machine import determinism_problems
@@ -87,7 +88,11 @@ def problems_before_start(
         if node_counts is not None:
             node_counts[:] = counts
     problems += determinism_problems(cfg.run, os.environ)
-    problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg) + _task_problems(cfg)
+    if isinstance(cfg, AnswerConfig):  # of the data it uses the system message only
+        problems += _problems_of(lambda: _prompt_problems(cfg.answers.prompts))
+    else:
+        problems += _problems_of(lambda: check_files(cfg.data))
+    problems += _import_problems(cfg) + _task_problems(cfg)
     if not affects(rejected, _MODEL_KEYS | {"model.tokenizer"}):
         problems += check_token_stores(cfg.data, cfg.model, shape.vocab)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
@@ -204,6 +209,12 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
         elif not (path / CHECKPOINT_MANIFEST).is_file():
             problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; set it to RUN/checkpoints/step_N")
     return problems
+
+
+def _prompt_problems(file: str) -> list[str]:
+    """Raise ConfigError for a file without prompts, or with lines that are none."""
+    read_prompts(file)
+    return []
 
 
 def _problems_of(check: Callable[[], list[str]]) -> list[str]:

@@ -423,12 +423,15 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str |
     return encode_messages(tokenizer, [*before, {"role": "user", "content": prompt}])
 
 
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+) -> list[int]:
     """Return the tokens of a conversation up to the start of the next answer, rendered with the chat template.
 
     Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
     """
-    conversation = Conversation(f"the prompt {messages[-1]['content']!r:.60}", [dict(message) for message in messages])
+    where = f"the prompt {messages[-1].get('content')!r:.60}"
+    conversation = Conversation(where, [dict(message) for message in messages], tools)
     text = ChatTemplate(tokenizer).render(conversation, add_generation_prompt=True).text
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from components.config.schema.optimizer import learning_rate
     from components.training.attempt import EvaluationRun, GarbageCollection, ReadAhead
     from components.training.context import RunContext
-    from components.training.evaluation import Evaluation, TaskScores, evaluate, show_generations
+    from components.training.evaluation import (
+        Evaluation,
+        TaskScores,
+        encoded_prompts,
+        evaluate,
+        generation_forward,
+        show_generations,
+    )
     from components.training.harness import BenchmarkTasks, evaluate_tasks, load_tasks
     from components.training.loss import count_targets, reduce_loss
     from components.training.objectives import PLAIN, CrossEntropy, NextToken

@@ -16,7 +16,7 @@ from components import data, distributed, models, observability
 from components.batch import Batch
 from components.config.schema.data import IGNORED, DataConfig, MixtureDataConfig
 from components.config.schema.training import EvalWeights, GenerationConfig
-from components.conversation import Prompt, parse_calls, same_calls
+from components.conversation import Conversation, Prompt, parse_calls, same_calls, text_of
 from components.data.batches import Padding
 from components.distributed.init import get_local_world_size_preinit
 from components.json_collectives import all_gather_json
@@ -157,7 +157,7 @@ def show_generations(
     """
     prompts, turns = [], list[Prompt]()
     if not run.agreed_to_stop():
-        given = [Prompt(text, _encoded(tokenizer, text, run.data)) for text in cfg.prompts]
+        given = encoded_prompts(tokenizer, cfg.prompts, run.data)
         prompts = [*data.sample_prompts(held_out, cfg.samples), *given]
         turns = data.prompts_of_calls(held_out, cfg.tool_calls)
     if not prompts and not turns:
@@ -208,11 +208,20 @@ def _tool_call_shares(
     return {"name_accuracy": names / count, "arguments_accuracy": right / count, "cut": cut / count}
 
 
-def _encoded(tokenizer: Any, prompt: str, cfg: DataConfig | None) -> list[int]:
-    """Return the tokens of a prompt, with the system message that all conversations of the data begin with."""
+def encoded_prompts(tokenizer: Any, prompts: Iterable[str | Conversation], cfg: DataConfig | None) -> list[Prompt]:
+    """Return prompts with their tokens; before a text is the system message that all conversations of the data have.
+
+    Raises ConfigError if the chat template rejects a conversation.
+    """
     sources = cfg.sources.values() if isinstance(cfg, MixtureDataConfig) else [cfg]
     systems = {getattr(source, "system_prompt", None) for source in sources}
-    return models.encode_prompt(tokenizer, prompt, systems.pop() if len(systems) == 1 else None)
+    system = systems.pop() if len(systems) == 1 else None
+    return [
+        Prompt(each, models.encode_prompt(tokenizer, each, system))
+        if isinstance(each, str)
+        else Prompt(text_of(each.messages[-1].get("content")), models.encode_messages(tokenizer, *each[1:3]))
+        for each in prompts
+    ]
 
 
 def _free_memory(device: torch.device) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 from components import models
@@ -71,7 +70,7 @@ class Conversation:
         text, complete, count = StreamedText(tokenizer), False, 0
         try:
             with self._chat_model.computing():
-                choose = partial(self._sampling.choose, prompt=self._asked)
+                choose = self._sampling.of_sample(self._asked)
                 for token in models.stream_tokens(model, self._stops, tokens, most, choose):
                     count += 1
                     if piece := text.add(token):

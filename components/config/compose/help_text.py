@@ -62,6 +62,7 @@ RECIPES = {
     "classify": schemas.ClassifyConfig,
     "evaluate": schemas.EvaluateConfig,
     "teacher": schemas.StoreTeacherConfig,
+    "answer": schemas.AnswerConfig,
 }
 """Name of a config (conf/NAME.yaml) -> its class."""
 _PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
@@ -291,7 +292,7 @@ def _recipe_values(recipe: str) -> tuple[dict[str, Any], list[ConfigFile]]:
 
 def file_of(recipe: str) -> str:
     """Return the path of the script that has the config conf/RECIPE.yaml."""
-    return f"{'scripts' if recipe == 'teacher' else 'recipes'}/{recipe}.py"
+    return f"{'scripts' if recipe in ('teacher', 'answer') else 'recipes'}/{recipe}.py"
 
 
 def sections() -> dict[str, list[type]]:

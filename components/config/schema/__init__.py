@@ -57,6 +57,7 @@ from components.config.schema.parallelism import (
     UnevenHeads,
 )
 from components.config.schema.recipes import (
+    AnswerConfig,
     ClassifyConfig,
     DistillConfig,
     DpoConfig,
@@ -100,6 +101,7 @@ from components.config.schema.training import (
 __all__ = [
     "ActivationCheckpointing",
     "AdamWConfig",
+    "AnswerConfig",
     "Attention",
     "CausalLMConfig",
     "CheckpointConfig",

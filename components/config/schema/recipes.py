@@ -27,7 +27,13 @@ from components.config.schema.objective import (
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, RunConfig
-from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig, TrainingTasksConfig
+from components.config.schema.training import (
+    AnswersConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    TrainingConfig,
+    TrainingTasksConfig,
+)
 from components.protocol.errors import ConfigError, field_values
 from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, checkpoint_folders
 from components.storage.object_store import is_url
@@ -142,6 +148,21 @@ class EvaluateConfig(RecipeConfig):
     """Checkpoint to evaluate, and the sizes of the forward passes."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     """Adapters of the evaluated checkpoint; must match the run that trained them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AnswerConfig(EvaluateConfig):
+    """Config of `scripts/answer.py`: an evaluation's, with prompts. Of `data`, only the system message is used."""
+
+    answers: AnswersConfig
+    """Prompts to answer."""
+
+    def __post_init__(self) -> None:
+        if self.answers.per_prompt > 1 and self.generation.temperature == 0:
+            raise ConfigError(
+                f"answers.per_prompt={self.answers.per_prompt}: greedy answers to a prompt are all equal; set "
+                "generation.temperature above 0, or answers.per_prompt=1"
+            )
 
 
 def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:

@@ -463,3 +463,17 @@ class GenerationConfig:
                 "generation.temperature above 0, or generation.top_p=1"
             )
         raise_all(problems)
+
+
+@dataclass(kw_only=True, slots=True)
+class AnswersConfig:
+    """The prompts that `scripts/answer.py` answers, and how often."""
+
+    prompts: str
+    """JSONL file with a prompt per line: `prompt`, a user's message or the beginning of a text, or `messages`, a
+    conversation up to the answer, with `tools` if it has any. Other keys are ignored."""
+    per_prompt: int = 1
+    """Answers of each prompt, at least 1; more than one need generation.temperature above 0."""
+
+    def __post_init__(self) -> None:
+        raise_all(at_least("answers.per_prompt", self.per_prompt, 1))
