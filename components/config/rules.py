@@ -56,6 +56,7 @@ from components.config.schema.parallelism import MeshShape, ParallelismConfig
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, ProfileConfig, WandbMode
 from components.config.schema.training import (
+    AnswersConfig,
     EvaluationConfig,
     GenerationConfig,
     StageConfig,
@@ -108,7 +109,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
             problems += _adapter_problems(peft, evaluation)
     if optimizer is not None:
         problems += [*_optimizer_problems(optimizer, model, peft), *optimizer.decay_problems(training)]
-    problems += _tool_call_problems(cfg.generation, cfg.data)
+    problems += _generation_problems(cfg.generation, cfg.data, section(cfg, AnswersConfig))
     takes_pairs = preference is not None or scores is not None
     problems += _data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:
@@ -226,15 +227,20 @@ def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = 
     return problems
 
 
-def _tool_call_problems(generation: GenerationConfig, data: DataConfig) -> list[str]:
-    """Require conversations, which may have tool calls, if generated ones are compared with them."""
-    sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
-    if not generation.tool_calls or any(isinstance(source, ChatDataConfig) for source in sources):
-        return []
-    return [
-        f"generation.tool_calls={generation.tool_calls}: data.kind={data.kind} has no tool calls to compare with; set "
-        "it to 0, or use conversations (data=chat_jsonl)"
-    ]
+def _generation_problems(generation: GenerationConfig, data: DataConfig, answers: AnswersConfig | None) -> list[str]:
+    """Require sampling for several answers of a prompt, and conversations if tool calls are compared with theirs."""
+    sources, problems = data.sources.values() if isinstance(data, MixtureDataConfig) else [data], []
+    if answers is not None and answers.per_prompt > 1 and generation.temperature == 0:
+        problems.append(
+            f"answers.per_prompt={answers.per_prompt}: greedy answers to a prompt are all equal; set "
+            "generation.temperature above 0, or answers.per_prompt=1"
+        )
+    if generation.tool_calls and not any(isinstance(source, ChatDataConfig) for source in sources):
+        problems.append(
+            f"generation.tool_calls={generation.tool_calls}: data.kind={data.kind} has no tool calls to compare with; "
+            "set it to 0, or use conversations (data=chat_jsonl)"
+        )
+    return problems
 
 
 def _stages_of(data: DataConfig) -> list[StageConfig]:

