@@ -156,8 +156,9 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "family", FAMILIES if PARITY else ["llama", "gpt2", "gemma3_text", "gpt_oss", "qwen3_next", "bamba"]
 )
-def test_rows_together_have_the_answers_that_they_have_alone(family: str) -> None:
-    """In float64, token for token; answers end at different lengths, and prompts are padded or begin alike."""
+def test_rows_together_have_the_answers_that_they_have_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, token for token; answers end at different lengths, and prompts are padded, begin alike or are read
+    in pieces."""
     model = built(family)
     for prefix in (0, 33):
         prompts = prompts_of(prefix)
@@ -168,7 +169,8 @@ def test_rows_together_have_the_answers_that_they_have_alone(family: str) -> Non
         models.use_causal_sdpa(own)
         before = own.config._attn_implementation
         for sampling, answers in expected.items():
-            for rows in (1, 4, 100):
+            for rows, at_once in ((1, 8192), (4, 30), (100, 8192)):
+                monkeypatch.setattr(generation, "_TOKENS_AT_ONCE", at_once)
                 forward = models.RowsForward(own, rows)
                 tokenizer: Any = None
                 found = models.generate_tokens(own, tokenizer, prompts, TOKENS, forward, sampling=sampling)

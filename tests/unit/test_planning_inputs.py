@@ -31,6 +31,7 @@ from components.planning.formulas import step_time
 from components.planning.formulas.architecture import Architecture, read_architecture
 from components.planning.formulas.families import FAMILIES
 from components.planning.formulas.hardware import Hardware, NodeLinks, read_hardware
+from components.planning.formulas.memory import _generation_terms, _read_rank
 from components.planning.formulas.pipeline import (
     Interval,
     StageSeconds,
@@ -185,6 +186,21 @@ def test_weights_and_flops_equal_those_of_the_built_model(family: str, tmp_path:
     assert read.experts_per_token == (anatomy.experts_per_token or 0)
     assert sum(kind.is_windowed for kind in read.kinds) == anatomy.kinds.count(SLIDING)
     assert read.step_flops_per_row(64) == pytest.approx(model_flops(model).of([64]), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "qwen3_next"])
+def test_keys_and_values_of_generated_rows_are_those_that_transformers_keeps(family: str, tmp_path: Path) -> None:
+    """After a forward on meta; a layer with a window keeps one token less than it sees."""
+    model = build(family).to(torch.bfloat16)
+    rows, tokens = 3, 20
+    with torch.no_grad():
+        cache = model(torch.zeros(rows, tokens, dtype=torch.int64, device="meta"), use_cache=True).past_key_values
+    read = architecture(model, tmp_path)
+    w = workload(architecture=read, generated_rows=rows, generated_tokens=tokens)
+    planned = _generation_terms(w, _read_rank(w, 0))[0].value
+    kept = [each for layer in cache.layers if hasattr(layer, "keys") for each in (layer.keys, layer.values)]
+    windowed = sum(kind.is_windowed for kind in read.kinds) / len(read.kinds)
+    assert sum(each.nbytes for each in kept) == pytest.approx(planned, rel=0.13 * windowed + 1e-12)
 
 
 @pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForCausalLM])

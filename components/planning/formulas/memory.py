@@ -28,7 +28,7 @@ from components.config.schema.parallelism import (
     Strategy,
 )
 from components.config.schema.run import PeftConfig
-from components.config.shape import stage_layers
+from components.config.shape import local_heads, stage_layers
 from components.planning.formulas.layer_memory import Held, Layer, held, read_layer
 from components.planning.formulas.workload import Term, Workload, total
 
@@ -37,6 +37,8 @@ _EIGHT_BIT_BYTES = 2.03
 _LAYERS_GATHERED = 4
 """Layers in gathered form at once under FSDP2: the last one, which is not resharded after the forward, the next one,
 and the prefetched one with its communication buffer."""
+_LOGIT_BYTES = 4 + 3 * 8
+"""Of a token of the vocabulary while one is sampled: the logit, its score, the noise, and a hash of it."""
 _MIB = 2**20
 
 
@@ -123,6 +125,7 @@ def rank_memory(w: Workload, stage: int, device: str) -> MemoryEstimate:
         },
         "the backward of the first layer ends": [*state, *_last_gradients(w, rank, gradients, activations, in_flight)],
         "the optimizer runs": [*state, gradients],
+        "answers are generated": [*state, *_generation_terms(w, rank), _gathered_term(w, rank, 2, head=True)],
     }
     moment = max(moments, key=lambda each: total(moments[each]))
     return MemoryEstimate(stage, moment, tuple(each for each in moments[moment] if each.value))
@@ -414,6 +417,26 @@ def _loss_term(w: Workload, device: str) -> Term:
         f"chunk of {rows:,} tokens x {vocabulary:,} logits x {wide} B, gradients of the hidden states"
         + f" and of the head (4 B x {vocabulary:,} x {hidden:,})" * w.peft.trains_ends,
     )
+
+
+def _generation_terms(w: Workload, rank: _Rank) -> list[Term]:
+    """Return keys and values of the rows that are generated at once, and their logits with the noise of sampling.
+
+    A layer with a window keeps the tokens in it. Recurrent states are small, and weights that are gathered for all
+    tokens at once are only where half of the free memory holds them.
+    """
+    size, architecture = 0.0, w.architecture
+    for layer in rank.layers if w.generated_rows else ():
+        if layer.kind.attends:
+            heads, kv_heads, _ = architecture.heads_of(layer.kind)
+            tokens = w.generated_tokens
+            if layer.kind.is_windowed and architecture.window is not None:
+                tokens = min(tokens, architecture.window)
+            local = local_heads(heads, kv_heads, w.mesh.tp)[1]
+            size += w.generated_rows * tokens * local * sum(architecture.score_widths(layer.kind)) * w.compute_bytes
+    logits = w.generated_rows * w.architecture.vocab * _LOGIT_BYTES
+    shown = f"{w.generated_rows} rows of {w.generated_tokens:,} tokens"
+    return [Term("keys and values", size, shown), Term("logits", logits, f"{shown}, with noise in float64")]
 
 
 def _layers_gathered(w: Workload) -> int:

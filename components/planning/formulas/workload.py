@@ -84,6 +84,10 @@ class Workload:
     """Outputs of the score head; 0: an LM head."""
     rows_per_unit: int = 1
     """Rows per unit of the configured batch sizes: 2 for pairs of answers."""
+    generated_rows: int = 0
+    """Answers that a rank generates at once; 0: none."""
+    generated_tokens: int = 0
+    """Most tokens of such a row, its prompt and its answer."""
 
     def on_mesh(
         self, parallelism: ParallelismConfig, mesh: MeshShape, micro_batch_size: int, compiled: bool
@@ -220,7 +224,16 @@ def build_workload(
         kernels=on_gpu and _has_kernels(architecture.family.linear),
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,
+        generated_rows=_generated_rows(cfg, mesh),
+        generated_tokens=training.seq_len + cfg.generation.max_new_tokens,
     )
+
+
+def _generated_rows(cfg: TrainConfig, mesh: MeshShape) -> int:
+    """Return the most answers that a rank generates at once; 0 under pp, which keeps no keys and values."""
+    how = cfg.generation
+    asked = max(how.samples + len(how.prompts), how.tool_calls)
+    return 0 if mesh.pp > 1 else min(how.rows, -(-asked // (mesh.dp * mesh.cp)))
 
 
 def architecture_of(model: ModelConfig, section: str = "model") -> Architecture:
