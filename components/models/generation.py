@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,10 +30,10 @@ from components.torch_kernels import INCREMENT, hashed, shifted, signed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_FORWARDS_APART = 8
-"""Forwards between two questions whether all ranks go on, where their forwards need no other rank."""
-_TOKENS_AT_ONCE = 8192
-"""Tokens of a forward, of which long prompts need several: it bounds the memory of activations."""
+_SECONDS_APART = 1.0
+"""About the time between two questions whether all ranks go on, where their forwards need no rank with other rows."""
+_TOKENS_AT_ONCE = 2048
+"""Most tokens of a forward, of which long prompts need several: it bounds the memory of activations, and its time."""
 _SHORTEST_PREFIX = 32
 """Tokens that all prompts of a batch must begin with to be computed once."""
 _ENDED_SHARE = 0.25
@@ -248,15 +249,22 @@ def _in_batches(
     for start in range(0, len(order), max(1, size)):
         own = order[start : start + size][index::ranks]
         forwards, is_alive = _continued(own, forward, device, stops, sampling), bool(own)
-        while _on_any_rank(is_alive, ranks, device):
+        count, seconds = 1, _SECONDS_APART
+        while True:
+            is_any_alive, seconds = _of_all_ranks(forward, device, float(is_alive), seconds)
+            if not is_any_alive:
+                break
             if stopped is not None and stopped():
                 return []
-            for _ in range(1 if forward.lockstep else _FORWARDS_APART):
+            count = 1 if forward.lockstep else max(1, min(2 * count, int(_SECONDS_APART / seconds)))
+            began = time.perf_counter()
+            for _ in range(count):
                 if is_alive:
                     is_alive = next(forwards)
                 elif forward.lockstep:
                     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
                     forward.call(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
+            seconds = max((time.perf_counter() - began) / count, 1e-6)
     if stopped is not None and stopped():
         return []
     if ranks > 1 and order:
@@ -267,13 +275,14 @@ def _in_batches(
     return [row.answer for row in rows]
 
 
-def _on_any_rank(value: bool, ranks: int, device: torch.device) -> bool:
-    """Return whether the value is true on any rank. A collective if several ranks divide the rows."""
-    if ranks == 1:
-        return value
-    found = torch.tensor(float(value), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+def _of_all_ranks(forward: RowsForward, device: torch.device, *values: float) -> list[float]:
+    """Return the largest of each value over the ranks: all must run equally many forwards."""
+    if forward.share[1] == 1 and forward.same_rows is None:
+        return list(values)
+    largest = torch.tensor(values, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    found: list[float] = largest.tolist()
+    return found
 
 
 def _continued(
