@@ -70,7 +70,7 @@ def settings_of(cfg: AnswerConfig, prompts: list[Prompt], weights: Path | None) 
     """Return a hash of all that the answers depend on, but for the mesh and the precision."""
     how = cfg.generation
     parts = [
-        *(str(cfg.model.path), str(weights), cfg.evaluation.average, cfg.answers.per_prompt),
+        *(str(cfg.model.origin), cfg.run.seed, str(weights), cfg.evaluation.average, cfg.answers.per_prompt),
         *(how.max_new_tokens, how.temperature, how.top_p, how.seed),
         [prompt.tokens for prompt in prompts],
     ]

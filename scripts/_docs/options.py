@@ -48,7 +48,10 @@ def recipes_page() -> str:
         [f"[{section}]({section}.md)", *("x" if name in recipes_with(section) else "" for name in names)]
         for section in sections()
     ]
-    parts += [table(["section", *map(code, names)], rows), "\n`teacher` and `answer` are the configs of `scripts/teacher.py` and `scripts/answer.py`.\n"]
+    parts += [
+        table(["section", *map(code, names)], rows),
+        "\n`teacher` and `answer` are the configs of `scripts/teacher.py` and `scripts/answer.py`.\n",
+    ]
     for name in names:
         values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
         chosen = {
