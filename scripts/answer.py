@@ -34,9 +34,9 @@ def main(cfg: AnswerConfig) -> None:
     with training.EvaluationRun(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model, run.resume_from)
         prompts = training.encoded_prompts(tokenizer, read_prompts(cfg.answers.prompts), cfg.data)
-        settings, file = settings_of(cfg, prompts, run.resume_from), Path(run.dir, "answers.jsonl")
+        settings, file = _settings(cfg, prompts, run.resume_from), Path(run.dir, "answers.jsonl")
         total = len(prompts) * cfg.answers.per_prompt
-        answered = broadcast_json(answered_before(file, settings) if run.rank == 0 else None)
+        answered = broadcast_json(_answered_before(file, settings) if run.rank == 0 else None)
 
         model = training.prepare(cfg, run, len(tokenizer))
         if run.resume_from is not None:
@@ -59,14 +59,14 @@ def main(cfg: AnswerConfig) -> None:
                     break
                 if run.rank == 0:
                     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-                    append(file, [line_of(*each, cfg, settings) for each in zip(samples, texts, answers, strict=True)])
+                    _append(file, [_line(*each, cfg, settings) for each in zip(samples, texts, answers, strict=True)])
                 for _ in samples:
                     advance()
         if not run.stopped:
             run.print(f"{file}: {total:,} answers to {len(prompts):,} prompts")
 
 
-def settings_of(cfg: AnswerConfig, prompts: list[Prompt], weights: Path | None) -> str:
+def _settings(cfg: AnswerConfig, prompts: list[Prompt], weights: Path | None) -> str:
     """Return a hash of all that the answers depend on, but for the mesh and the precision."""
     how = cfg.generation
     parts = [
@@ -77,7 +77,7 @@ def settings_of(cfg: AnswerConfig, prompts: list[Prompt], weights: Path | None) 
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def line_of(sample: int, text: str, tokens: list[int], cfg: AnswerConfig, settings: str) -> dict[str, object]:
+def _line(sample: int, text: str, tokens: list[int], cfg: AnswerConfig, settings: str) -> dict[str, object]:
     """Return the line of an answer."""
     prompt, number = divmod(sample, cfg.answers.per_prompt)
     is_complete = len(tokens) < cfg.generation.max_new_tokens
@@ -85,7 +85,7 @@ def line_of(sample: int, text: str, tokens: list[int], cfg: AnswerConfig, settin
     return {**values, "is_complete": is_complete, "settings": settings}
 
 
-def answered_before(file: Path, settings: str) -> int:
+def _answered_before(file: Path, settings: str) -> int:
     """Return the number of complete lines of a file, and cut what a killed run has left after them.
 
     Raises ConfigError if the answers are not those of these prompts, weights and settings.
@@ -110,7 +110,7 @@ def answered_before(file: Path, settings: str) -> int:
     return whole.count(b"\n")
 
 
-def append(file: Path, lines: list[dict[str, object]]) -> None:
+def _append(file: Path, lines: list[dict[str, object]]) -> None:
     """Add lines to a file, and wait until they are on the disk."""
     with open_append(file) as output:
         output.write("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode())

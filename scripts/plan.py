@@ -32,9 +32,16 @@ from components.protocol.errors import EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.terminal import exit_with, print_text
 from scripts._plan.device_file import write_measured_device
-from scripts._plan.drawing import write_drawing
 from scripts._plan.options import read_options, read_request
-from scripts._plan.report import as_json, left_out_lines, simulated_lines, size_warnings, table_lines, why_lines
+from scripts._plan.report import (
+    as_json,
+    left_out_lines,
+    simulated_lines,
+    size_warnings,
+    table_lines,
+    why_lines,
+    write_drawing,
+)
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from components.config.compose.help_text import sections
 from components.terminal import HelpText
-from scripts._docs import keys, options, pictures, refusals, site, walks
+from scripts._docs import keys, options, refusals, site, walks
 from scripts._docs.markdown import ROOT
 
 DOCS = ROOT / "docs"
@@ -28,7 +28,7 @@ def generated() -> dict[str, Callable[[], str]]:
         "reference/refusals.md": refusals.page,
     }
     pages |= {f"reference/{name}.md": lambda name=name: keys.section_page(name) for name in sections()}
-    return pages | {f"images/{walk.file}.svg": lambda walk=walk: pictures.draw(walk) for walk in walks.WALKS}
+    return pages | {f"images/{walk.file}.svg": lambda walk=walk: walks.draw(walk) for walk in walks.WALKS}
 
 
 def outdated() -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables and JSON of scripts/plan.py."""
+"""Tables, JSON and the picture of scripts/plan.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, Strategy
@@ -14,7 +15,10 @@ from components.planning.formulas.policies import GIB
 from components.planning.formulas.ranking import Plan, usable_bytes
 from components.planning.formulas.step_time import TIME_ERROR
 from components.planning.formulas.workload import Term, bytes_text, seconds_text, three_digits
+from components.planning.mesh_picture import picture_of_plan, render_mesh
 from components.planning.simulation import SimulatedRank, simulation_lines
+from components.protocol.errors import ConfigError
+from components.protocol.run_files import atomic_write, is_replaceable
 from components.terminal import fit, fit_command, fit_table, terminal_width
 from scripts._plan.options import PlanRequest
 
@@ -26,6 +30,9 @@ SMALL_ROWS = 1024
 """Tokens per row below which a plan for GPUs warns, unless the command line sets training.seq_len."""
 SMALL_STEP = 4096
 """Tokens per rank and step below which it warns, unless the command line sets training.global_batch_size."""
+
+_MARK = """font-family="Helvetica, Arial, 'Liberation Sans', sans-serif" role="img\""""
+"""Attributes of the svg element in mesh.svg.j2, by which a picture is recognized."""
 
 
 def table_lines(request: PlanRequest, plans: list[Plan]) -> list[str]:
@@ -241,3 +248,22 @@ def simulated_lines(plans: Sequence[Plan], simulated: Sequence[Sequence[Simulate
         first, *others = simulation_lines(runs, plan.memory.peak)
         lines += [f"row {number}: {first}", *others]
     return lines
+
+
+def write_drawing(request: PlanRequest, plans: list[Plan]) -> None:
+    """Draw row 1, or the row of --why, in the file of --draw. Raises ConfigError if it cannot be written."""
+    plan = plans[min(request.options.why or 1, len(plans)) - 1]
+    model = request.cfg.model
+    name = Path(model.path).name if model.path else str(model.config.get("model_type", "model"))
+    picture = picture_of_plan(plan, request.hardware, request.choice.ranks_per_node, f"{name}: {mesh_name(plan)}")
+    file = Path(request.options.draw)
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        if not is_replaceable(file, _MARK):
+            raise ConfigError(f"--draw {file}: exists and is no picture of a mesh; move it away, or name another file")
+        atomic_write(file, render_mesh(picture))
+    except OSError as error:
+        raise ConfigError(
+            f"--draw {file}: cannot be written: {error.strerror}; name a file in an existing folder"
+        ) from error

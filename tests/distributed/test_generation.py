@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
 from components.training import evaluation
 from components.training.step_cost import record_traffic
+from tests.distributed.adapted import LORA, adapter_values
 from tests.distributed.packed import MODELS as MASKED
 from tests.distributed.parity import HYBRID_MODELS, MOE_MODELS, SMALL, build, build_hybrid
 from tests.distributed.parity import MODELS as DENSE
@@ -65,7 +67,7 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("mixtral", "ep2"),
         # A window, a soft cap, sinks, and linear layers.
         *((family, mesh) for family in ("gemma3_text", "gpt_oss", "qwen3_next") for mesh in ("fsdp2", "tp2", "cp2")),
-        ("gemma2", "tp2"),
+        *(("gemma2", "tp2"), ("llama_lora", "fsdp2"), ("llama_lora", "tp2_sp")),
     ],
     4: [("llama", mesh) for mesh in ("hsdp", "fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_cp2")]
     + [("mixtral", "ep2_tp2"), ("qwen3_next", "fsdp2_tp2_sp"), ("llama", "pp2_tp2_sp")],
@@ -121,8 +123,13 @@ def answers_of(model: Any, prompts: list[Prompt], sampling: models.Sampling) -> 
 
 
 def built(family: str) -> Any:
-    model: Any = build_hybrid(family) if family in HYBRID_MODELS else build(family, torch.float64, FAMILIES[family])
-    return model.eval()
+    name = family.removesuffix("_lora")
+    model: Any = build_hybrid(name) if name in HYBRID_MODELS else build(name, torch.float64, FAMILIES[name])
+    if name != family:
+        models.add_adapters(model, LORA, exports=False)
+        for parameter, value in adapter_values(model).items():
+            model.get_parameter(parameter).data.copy_(value)
+    return model.double().eval()
 
 
 def on_mesh(model: Any, mesh: str) -> tuple[training.Prepared, training.RunContext]:
@@ -234,6 +241,53 @@ class Recorder(training.RunContext):
 
     def report_tool_calls(self, shares: Mapping[str, float], answers: int) -> None:
         self.shares = (dict(shares), answers)
+
+
+@pytest.mark.parametrize("mesh", ["ddp2", "fsdp2", "ep2"])
+def test_a_rank_whose_rows_end_first_waits_for_the_others(mesh: str) -> None:
+    """All rows of rank 1 end with their first token, and it has one row less; nothing is asked of it but to take part
+    in forwards that need all ranks."""
+    model, prompts = built("mixtral"), prompts_of()[:7]
+    expected = answers_of(model, prompts, models.Sampling())
+    longest_first = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index].tokens), index))
+    short = set(longest_first[1::2])
+
+    def body(rank: int) -> tuple[list[list[int]], int]:
+        prepared, run = on_mesh(model, mesh)
+        evaluation._free_memory = lambda device: 0
+        with evaluation.generation_forward(prepared, run, rows=8) as forward:
+            tokenizer: Any = None
+            forwards: list[int] = []
+
+            def call(**inputs: Any) -> Any:
+                forwards.append(len(inputs["input_ids"]))
+                return forward.call(**inputs)
+
+            answers = models.generate_tokens(
+                prepared.module, tokenizer, prompts, TOKENS, replace(forward, call=call),
+                ends=lambda sample, answer: sample in short,
+            )  # fmt: skip
+            return answers, len(forwards)
+
+    (answers, long), (others, few) = run_ranks(2, body, timeout=60)
+    assert answers == others == [each[:1] if index in short else each for index, each in enumerate(expected)]
+    assert few == (1 if mesh == "ddp2" else long)
+    assert long > 1
+
+
+def test_equal_prompts_and_a_common_beginning_are_computed_once() -> None:
+    model, seen = built("llama"), list[tuple[int, ...]]()
+
+    def call(**inputs: Any) -> Any:
+        seen.append(tuple(inputs["input_ids"].shape))
+        return model(**inputs)
+
+    tokenizer: Any = None
+    prompts = prompts_of(33)
+    for given in ([prompts[0]] * 4, prompts):
+        models.generate_tokens(model, tokenizer, given, 2, models.RowsForward(call), sampling=SAMPLED)
+    width = max(len(each.tokens) for each in prompts) - 33
+    assert seen == [(1, len(prompts[0].tokens)), (4, 1), (1, 33), (9, width), (11, 1)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
