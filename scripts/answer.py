@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 from components import checkpoint, models, training
-from components.config.schema import AnswerConfig
+from components.config.schema import AnswerPromptsConfig
 from components.conversation import Prompt, read_prompts
 from components.json_collectives import broadcast_json
 from components.launch import recipe
@@ -29,7 +29,7 @@ from components.protocol.safe_parsing import parse_json
 
 
 @recipe("answer")
-def main(cfg: AnswerConfig) -> None:
+def main(cfg: AnswerPromptsConfig) -> None:
     """Answer on this rank. The launcher calls it in every process."""
     with training.EvaluationRun(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model, run.resume_from)
@@ -66,7 +66,7 @@ def main(cfg: AnswerConfig) -> None:
             run.print(f"{file}: {total:,} answers to {len(prompts):,} prompts")
 
 
-def _settings(cfg: AnswerConfig, prompts: list[Prompt], weights: Path | None) -> str:
+def _settings(cfg: AnswerPromptsConfig, prompts: list[Prompt], weights: Path | None) -> str:
     """Return a hash of all that the answers depend on, but for the mesh and the precision."""
     how = cfg.generation
     parts = [
@@ -77,7 +77,7 @@ def _settings(cfg: AnswerConfig, prompts: list[Prompt], weights: Path | None) ->
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _line(sample: int, text: str, tokens: list[int], cfg: AnswerConfig, settings: str) -> dict[str, object]:
+def _line(sample: int, text: str, tokens: list[int], cfg: AnswerPromptsConfig, settings: str) -> dict[str, object]:
     """Return the line of an answer."""
     prompt, number = divmod(sample, cfg.answers.per_prompt)
     is_complete = len(tokens) < cfg.generation.max_new_tokens

@@ -26,7 +26,7 @@ from components.config.schema.model import CausalLMConfig, Float8, Qat, WeightIn
 from components.config.schema.objective import DistillationConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
-from components.config.schema.recipes import AnswerConfig, RecipeConfig, TrainConfig, named_models, section
+from components.config.schema.recipes import AnswerPromptsConfig, RecipeConfig, TrainConfig, named_models, section
 from components.config.schema.run import CheckpointConfig, PeftConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig
 from components.config.shape import ModelShape, read_shape
@@ -88,7 +88,7 @@ def problems_before_start(
         if node_counts is not None:
             node_counts[:] = counts
     problems += determinism_problems(cfg.run, os.environ)
-    if isinstance(cfg, AnswerConfig):  # of the data it uses the system message only
+    if isinstance(cfg, AnswerPromptsConfig):  # of the data it uses the system message only
         problems += _problems_of(lambda: _prompt_problems(cfg.answers.prompts))
     else:
         problems += _problems_of(lambda: check_files(cfg.data))

@@ -16,7 +16,7 @@ from components.config.compose.sources import CONF, option_groups
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.kinds import KINDS
 from components.config.schema import (
-    AnswerConfig,
+    AnswerPromptsConfig,
     ClassifyConfig,
     DistillConfig,
     DpoConfig,
@@ -52,7 +52,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "distill": DistillConfig,
     "teacher": StoreTeacherConfig,
     "classify": ClassifyConfig,
-    "answer": AnswerConfig,
+    "answer": AnswerPromptsConfig,
 }
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
 SAMPLED_MODELS = {"llama3_1_8b", "qwen3_30b_a3b", "gpt_oss_20b"}

@@ -62,7 +62,7 @@ RECIPES = {
     "classify": schemas.ClassifyConfig,
     "evaluate": schemas.EvaluateConfig,
     "teacher": schemas.StoreTeacherConfig,
-    "answer": schemas.AnswerConfig,
+    "answer": schemas.AnswerPromptsConfig,
 }
 """Name of a config (conf/NAME.yaml) -> its class."""
 _PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}

@@ -57,7 +57,7 @@ from components.config.schema.parallelism import (
     UnevenHeads,
 )
 from components.config.schema.recipes import (
-    AnswerConfig,
+    AnswerPromptsConfig,
     ClassifyConfig,
     DistillConfig,
     DpoConfig,
@@ -101,7 +101,7 @@ from components.config.schema.training import (
 __all__ = [
     "ActivationCheckpointing",
     "AdamWConfig",
-    "AnswerConfig",
+    "AnswerPromptsConfig",
     "Attention",
     "CausalLMConfig",
     "CheckpointConfig",

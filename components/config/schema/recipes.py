@@ -151,7 +151,7 @@ class EvaluateConfig(RecipeConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class AnswerConfig(EvaluateConfig):
+class AnswerPromptsConfig(EvaluateConfig):
     """Config of `scripts/answer.py`: an evaluation's, with prompts. Of `data`, only the system message is used."""
 
     answers: AnswersConfig
