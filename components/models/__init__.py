@@ -14,7 +14,7 @@ fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewe
 triton_kernels.py      kernels of SwiGLU and of NF4's unpacking, imported on a GPU only
 compile.py             compile_layers, and removal of truncated files from torch's compile cache
 generation.py          generate, generate_tokens, stream_tokens: greedy or sampled answers
-tokenizer.py           load_tokenizer, including one token per byte
+tokenizer.py           load_tokenizer, including one token per byte; encode_prompt
 weights/               loading, initializing, gathering and exporting weights
 
 Names are imported at first use. transformers is imported only by the modules that need it.
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
         RowsForward,
         Sampling,
         context_length,
-        encode_messages,
-        encode_prompt,
         generate,
         generate_tokens,
         stop_tokens,
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
         select_trained,
     )
     from components.models.lora import adapters_off, add_adapters, read_adapter
-    from components.models.tokenizer import load_tokenizer
+    from components.models.tokenizer import encode_messages, encode_prompt, load_tokenizer
     from components.models.weights.export import export_model, export_run, export_stored
     from components.models.weights.loading import (
         fill_weights,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from transformers.cache_utils import DynamicLayer
 
 from components.chat_template import ChatTemplate
 from components.config.schema.model import CAUSAL_EAGER, CAUSAL_FLASH, CAUSAL_SDPA
-from components.conversation import Conversation, Prompt
+from components.conversation import Prompt
 from components.json_collectives import all_gather_json
 from components.models.anatomy import transformers_class
+from components.models.tokenizer import encode_prompt
 from components.torch_kernels import INCREMENT, hashed, shifted, signed
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ _TOKENS_AT_ONCE = 2048
 """Most tokens of a forward, of which long prompts need several: it bounds the memory of activations, and its time."""
 _SHORTEST_PREFIX = 32
 """Tokens that all prompts of a batch must begin with to be computed once."""
+_ROOM = 64
+"""Tokens for which a cache has room when it is enlarged."""
 _ENDED_SHARE = 0.25
 """Rows that have ended leave the batch once they are this share of it: each time copies the cache of the others."""
 
@@ -345,6 +350,36 @@ def _common_prefix(prompts: list[tuple[int, ...]]) -> tuple[int, ...]:
     return prefix if len(prompts) > 1 and len(prefix) >= _SHORTEST_PREFIX else ()
 
 
+class _GrowingLayer(DynamicLayer):
+    """Keys and values with room for further tokens; transformers' layer copies all of them for each token."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = layer.keys, layer.values
+        self._room = [self.keys, self.values]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of new tokens, (rows, heads, new, head_dim), and return those of all tokens."""
+        used, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if end > self._room[0].shape[2]:
+            self._room = [F.pad(each, (0, 0, 0, end - used + _ROOM)) for each in (self.keys, self.values)]
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, used:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self._room)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep these rows, (rows,) int64."""
+        self.keys, self.values = (each.index_select(0, beam_idx) for each in (self.keys, self.values))
+        self._room = [self.keys, self.values]
+
+
 class _Context:
     """Rows of tokens that a model has read, padded on the left."""
 
@@ -360,9 +395,7 @@ class _Context:
     @property
     def takes_padding(self) -> bool:
         """Whether padding may follow tokens: it is not within a window then, and does not change a state."""
-        from transformers.cache_utils import DynamicLayer
-
-        return all(type(layer) is DynamicLayer for layer in getattr(self._cache, "layers", [None]))
+        return all(type(layer) is _GrowingLayer for layer in getattr(self._cache, "layers", [None]))
 
     def select(self, places: list[int]) -> None:
         """Keep these rows, some of them perhaps several times."""
@@ -390,11 +423,21 @@ class _Context:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            self._cache = output.past_key_values
+            if self._cache is None:
+                self._cache = _with_room(output.past_key_values)
             if start + columns < width:
                 yield
         logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
         self.logits = logits[:, -1]
+
+
+def _with_room(cache: Any) -> Any:
+    """Return a cache whose layers of full attention take further tokens without a copy."""
+    if hasattr(cache, "layers"):
+        for number, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer and layer.is_initialized:
+                cache.layers[number] = _GrowingLayer(layer)
+    return cache
 
 
 @torch.no_grad()
@@ -440,37 +483,6 @@ def stream_tokens(
             break
         tokens.append(token)
         yield token
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:
-    """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none.
-
-    At least one token: an empty text is the token that begins a text, or else the one that ends it.
-
-    Args:
-        system: System message before it; a tokenizer without a chat template ignores it.
-    """
-    if tokenizer.chat_template is None:
-        tokens = tokenizer.encode(prompt)
-        if not tokens:
-            return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-        # Some tokenizers append an end-of-text token, after which there is nothing to continue.
-        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return encode_messages(tokenizer, [*before, {"role": "user", "content": prompt}])
-
-
-def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
-) -> list[int]:
-    """Return the tokens of a conversation up to the start of the next answer, rendered with the chat template.
-
-    Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
-    """
-    where = f"the prompt {messages[-1].get('content')!r:.60}"
-    conversation = Conversation(where, [dict(message) for message in messages], tools)
-    text = ChatTemplate(tokenizer).render(conversation, add_generation_prompt=True).text
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
