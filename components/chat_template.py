@@ -433,3 +433,34 @@ class TemplateLimitError(ConfigError):
 
 def _limit_error(what: str) -> TemplateLimitError:
     return TemplateLimitError(f"the chat template {what}; set model.chat_template to another one")
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:
+    """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none.
+
+    At least one token: an empty text is the token that begins a text, or else the one that ends it.
+
+    Args:
+        system: System message before it; a tokenizer without a chat template ignores it.
+    """
+    if tokenizer.chat_template is None:
+        tokens = tokenizer.encode(prompt)
+        if not tokens:
+            return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+        # Some tokenizers append an end-of-text token, after which there is nothing to continue.
+        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return encode_messages(tokenizer, [*before, {"role": "user", "content": prompt}])
+
+
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+) -> list[int]:
+    """Return the tokens of a conversation up to the start of the next answer, rendered with the chat template.
+
+    Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
+    """
+    where = f"the prompt {messages[-1].get('content')!r:.60}"
+    conversation = Conversation(where, [dict(message) for message in messages], tools)
+    text = ChatTemplate(tokenizer).render(conversation, add_generation_prompt=True).text
+    return tokenizer.encode(text, add_special_tokens=False)

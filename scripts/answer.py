@@ -44,17 +44,13 @@ def main(cfg: AnswerPromptsConfig) -> None:
         run.begin(model, notes=[*model.notes, f"answers: {answered:,} of {total:,} are in {file}"])
 
         how = cfg.generation
-        sampling = models.Sampling(how.temperature, how.top_p, how.seed)
         with training.generation_forward(model, run, how.rows) as forward, run.status("answering", total) as advance:
             at_once = how.rows * forward.share[1]
             for start in range(answered, total, at_once):
                 samples = range(start, min(start + at_once, total))
                 asked = [prompts[sample // cfg.answers.per_prompt] for sample in samples]
-                answers = models.generate_tokens(
-                    *(model.module, tokenizer, asked, how.max_new_tokens),
-                    *(forward, run.agreed_to_stop, sampling),
-                    samples=samples,
-                )
+                sampling = models.Sampling(how.temperature, how.top_p, how.seed, first_sample=start)
+                answers = models.generate_tokens(model.module, tokenizer, asked, how.max_new_tokens, forward, sampling)
                 if not answers:
                     break
                 if run.rank == 0:

@@ -51,8 +51,6 @@ from components.distributed.tensor_parallel import (
     as_writable,
     convert_output,
     distribute_parameters,
-    divides_sequence,
-    mark_sequence,
     redistribute,
 )
 from components.distributed.tp_plan import (
@@ -372,7 +370,7 @@ class _AdaptedRowwise(ParallelStyle):
         inputs = _InputShard(device_mesh, _input_features(module))
         by_name = {"weight": [Shard(0 if is_transposed(module) else 1)], "lora_A": [Shard(1)]}
         if isinstance(self.style, RowwiseSequence):
-            mark_sequence(module)
+            module.shards_sequence = True
         distribute_parameters(module, device_mesh, by_name=by_name)
         # With a sharded sequence each rank adds the bias to its own tokens.
         of_tokens = () if self.style.output_layouts[0] == Replicate() else ("bias",)
@@ -383,7 +381,7 @@ class _AdaptedRowwise(ParallelStyle):
             weight, bias, *adapter = _local(module, partial)
             output = _compute(module, entered.to_local(), [weight, None, *adapter], inputs)
             summed = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
-            is_whole = isinstance(self.style, RowwiseSequence) and not divides_sequence(module)
+            is_whole = isinstance(self.style, RowwiseSequence) and not module.shards_sequence
             layouts = [Replicate()] if is_whole else self.style.output_layouts
             output = summed.redistribute(placements=layouts).to_local()
             return output if bias is None else output + bias

@@ -117,31 +117,20 @@ class TransformersStyle(ParallelStyle):
         return module
 
 
-_SHARDS_SEQUENCE = "shards_sequence"
-"""Attribute of a module whose style divides the sequence over tp: whether it does so now."""
-
-
 @contextmanager
 def whole_sequences(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the context no module divides the sequence over tp, as for the single new tokens of generation."""
-    modules = [module for model in models for module in model.modules() if hasattr(module, _SHARDS_SEQUENCE)]
+    """Within the context no module divides the sequence over tp, as for the single new tokens of generation.
+
+    A style that divides it notes so in the attribute `shards_sequence` of its module, which its hooks read.
+    """
+    modules: list[Any] = [module for model in models for module in model.modules() if "shards_sequence" in vars(module)]
     for module in modules:
-        setattr(module, _SHARDS_SEQUENCE, False)
+        module.shards_sequence = False
     try:
         yield
     finally:
         for module in modules:
-            setattr(module, _SHARDS_SEQUENCE, True)
-
-
-def mark_sequence(module: nn.Module) -> None:
-    """Note that a module's style divides the sequence over tp."""
-    setattr(module, _SHARDS_SEQUENCE, True)
-
-
-def divides_sequence(module: nn.Module) -> bool:
-    """Return whether a module's style divides the sequence over tp now."""
-    return getattr(module, _SHARDS_SEQUENCE, False)
+            module.shards_sequence = True
 
 
 class BlockInput(ParallelStyle):
@@ -160,12 +149,12 @@ class BlockInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.sequence_parallel:
-            mark_sequence(module)
+            module.shards_sequence = True  # type: ignore[assignment]
 
         def enter(
             hidden: torch.Tensor,
         ) -> torch.Tensor:  # (batch, seq or seq / tp, hidden) -> (batch, seq, hidden)
-            source = Shard(1) if divides_sequence(module) else Replicate()
+            source = Shard(1) if self.sequence_parallel and module.shards_sequence else Replicate()
             gathered = DTensor.from_local(hidden, device_mesh, [source], run_check=False)
             gathered = gathered.redistribute(placements=[Replicate()])
             return gathered if self.shared else gathered.to_local()
@@ -181,14 +170,14 @@ class RowwiseSequence(RowwiseParallel):
         super().__init__(input_layouts=input_layouts, output_layouts=Shard(1))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mark_sequence(module)
+        module.shards_sequence = True  # type: ignore[assignment]
         return super()._apply(module, device_mesh)
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        layouts = output_layouts if divides_sequence(mod) else (Replicate(),)
+        layouts = output_layouts if mod.shards_sequence else (Replicate(),)
         return RowwiseParallel._prepare_output_fn(layouts, use_local_output, mod, outputs, device_mesh)
 
 
@@ -204,10 +193,10 @@ class ShardSequence(ParallelStyle):
         self.where = where
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mark_sequence(module)
+        module.shards_sequence = True  # type: ignore[assignment]
 
         def shard(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq / tp, hidden)
-            return redistribute(hidden, device_mesh, Replicate(), Shard(1)) if divides_sequence(module) else hidden
+            return redistribute(hidden, device_mesh, Replicate(), Shard(1)) if module.shards_sequence else hidden
 
         (_convert_input if self.where == "input" else convert_output)(module, shard)
         return module
@@ -217,10 +206,10 @@ class GatherSequence(ParallelStyle):
     """All-gather a module's output along the sequence: the end of the sequence-parallel region."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mark_sequence(module)
+        module.shards_sequence = True  # type: ignore[assignment]
 
         def gather(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq / tp, hidden) -> (batch, seq, hidden)
-            if not divides_sequence(module):
+            if not module.shards_sequence:
                 return hidden
             return as_writable(redistribute(hidden, device_mesh, Shard(1), Replicate()))
 

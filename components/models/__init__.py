@@ -14,7 +14,7 @@ fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewe
 triton_kernels.py      kernels of SwiGLU and of NF4's unpacking, imported on a GPU only
 compile.py             compile_layers, and removal of truncated files from torch's compile cache
 generation.py          generate, generate_tokens, stream_tokens: greedy or sampled answers
-tokenizer.py           load_tokenizer, including one token per byte; encode_prompt
+tokenizer.py           load_tokenizer, including one token per byte
 weights/               loading, initializing, gathering and exporting weights
 
 Names are imported at first use. transformers is imported only by the modules that need it.
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from components import package
 
 if TYPE_CHECKING:
+    from components.chat_template import encode_messages, encode_prompt
     from components.models.activation_offload import offload_activations
     from components.models.anatomy import Anatomy, ParameterCounts, has_adapters, read_anatomy
     from components.models.attention import use_causal_sdpa
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         select_trained,
     )
     from components.models.lora import adapters_off, add_adapters, read_adapter
-    from components.models.tokenizer import encode_messages, encode_prompt, load_tokenizer
+    from components.models.tokenizer import load_tokenizer
     from components.models.weights.export import export_model, export_run, export_stored
     from components.models.weights.loading import (
         fill_weights,

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
-from components.chat_template import ChatTemplate
+from components.chat_template import ChatTemplate, encode_prompt
 from components.config.schema.model import CAUSAL_EAGER, CAUSAL_FLASH, CAUSAL_SDPA
 from components.conversation import Prompt
 from components.json_collectives import all_gather_json
 from components.models.anatomy import transformers_class
-from components.models.tokenizer import encode_prompt
 from components.torch_kernels import INCREMENT, hashed, shifted, signed
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ class RowsForward:
     """Group of the ranks that compute the same rows (tp), whose first rank chooses the tokens; None: this rank only."""
     lockstep: bool = False
     """Whether a forward has collectives with ranks that compute other rows, so that all ranks must run equally many."""
+    stopped: Callable[[], bool] | None = None
+    """Called on all ranks before each token or about once a second, with the same value; True ends the generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,10 @@ class Sampling:
     """Any integer."""
     top_k: int = 0
     """Sample only from this many most likely tokens, before `top_p` applies; 0: from all."""
+    first_sample: int = 0
+    """Number of the sample of the first prompt; those of the next ones follow."""
 
-    def choose(self, logits: torch.Tensor, samples: torch.Tensor, position: int) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, indices: torch.Tensor, position: int) -> torch.Tensor:
         """Return a token for each row, (rows,) int64.
 
         A sampled token is a function of the logits, the seed, the number of the sample and the position in its answer:
@@ -88,15 +91,15 @@ class Sampling:
 
         Args:
             logits: (rows, vocabulary).
-            samples: Number of each row's sample, (rows,) int64 on the same device.
+            indices: Index of each row's prompt, (rows,) int64 on the same device; `first_sample` is added to it.
         """
         if self.temperature == 0:
             return logits.argmax(-1)
-        return self.scores(logits).add_(self._noise(logits, samples, position)).argmax(-1)
+        return self.scores(logits).add_(self._noise(logits, indices + self.first_sample, position)).argmax(-1)
 
-    def of_sample(self, sample: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        """Return `choose` for one row with this number, for `stream_tokens`."""
-        return lambda logits, position: self.choose(logits, torch.tensor([sample], device=logits.device), position)
+    def of_prompt(self, index: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Return `choose` for the answer to one prompt, for `stream_tokens`."""
+        return lambda logits, position: self.choose(logits, torch.tensor([index], device=logits.device), position)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits / temperature in float64, -inf for tokens left out by top_k and top_p. (rows, vocabulary)."""
@@ -128,15 +131,13 @@ def generate(
     prompts: Sequence[str | Prompt],
     max_new_tokens: int,
     forward: RowsForward | None = None,
-    stopped: Callable[[], bool] | None = None,
     sampling: Sampling = _GREEDY,
-    ends: Callable[[int, list[int]], bool] = lambda sample, answer: False,
 ) -> list[str]:
     """Return the continuation of each prompt as text, without special tokens, as `generate_tokens` makes them.
 
     Returns an empty list if the generation was stopped.
     """
-    answers = generate_tokens(model, tokenizer, prompts, max_new_tokens, forward, stopped, sampling, ends)
+    answers = generate_tokens(model, tokenizer, prompts, max_new_tokens, forward, sampling)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in answers]
 
 
@@ -147,10 +148,8 @@ def generate_tokens(
     prompts: Sequence[str | Prompt],
     max_new_tokens: int,
     forward: RowsForward | None = None,
-    stopped: Callable[[], bool] | None = None,
     sampling: Sampling = _GREEDY,
-    ends: Callable[[int, list[int]], bool] = lambda sample, answer: False,
-    samples: Sequence[int] | None = None,
+    ends: Callable[[int, list[int]], bool] = lambda index, answer: False,
 ) -> list[list[int]]:
     """Return the tokens of the continuation of each prompt, without the prompt and the stop token, on every rank.
 
@@ -159,21 +158,20 @@ def generate_tokens(
     context does. Call it on all ranks with the same arguments. The ranks divide the prompts; an answer does not depend
     on the others that are generated with it, but for rounding. Equal prompts of a batch are computed once.
 
+    Returns an empty list if the generation was stopped.
+
     Args:
         forward: Forward of the mesh; None: call the model itself.
-        stopped: Called on every rank, before each token or every few tokens; must return the same value on all ranks.
-            True ends the generation, and an empty list is returned.
         sampling: How tokens are chosen. torch's random states are not used.
-        ends: Returns whether an answer, given the number of the sample and its tokens so far, is complete. Called after
+        ends: Returns whether an answer, given the index of its prompt and its tokens so far, is complete. Called after
             each token, on the ranks that compute the row.
-        samples: A number for each prompt, by which its tokens are sampled; None: its index.
     """
     forward = forward or RowsForward(model)
     stops, context = stop_tokens(model, tokenizer), context_length(model) or 2**31
     encoded = [list(each.tokens) if isinstance(each, Prompt) else encode_prompt(tokenizer, each) for each in prompts]
     rows = [
-        _Row(index, sample, tokens, min(max_new_tokens, context - len(tokens)), partial(ends, sample))
-        for index, (sample, tokens) in enumerate(zip(samples or range(len(encoded)), encoded, strict=True))
+        _Row(index, tokens, min(max_new_tokens, context - len(tokens)), partial(ends, index))
+        for index, tokens in enumerate(encoded)
     ]
     was_training = model.training
     model.eval()
@@ -185,16 +183,16 @@ def generate_tokens(
             has_cache = "past_key_values" in inspect.signature(transformers_class(model).forward).parameters
             if forward.keeps_cache and has_cache:
                 device = next(model.parameters()).device
-                return _in_batches(rows, forward, device, stops, sampling, stopped)
+                return _in_batches(rows, forward, device, stops, sampling)
             for row in rows:
-                choose = sampling.of_sample(row.sample)
-                for token in stream_tokens(model, stops, row.prompt, row.most, choose, forward, stopped):
+                choose = sampling.of_prompt(row.index)
+                for token in stream_tokens(model, stops, row.prompt, row.most, choose, forward):
                     row.answer.append(token)
                     if row.ends(row.answer):
                         break
     finally:
         model.train(was_training)
-    return [] if stopped is not None and stopped() else [row.answer for row in rows]
+    return [] if forward.stopped is not None and forward.stopped() else [row.answer for row in rows]
 
 
 @contextmanager
@@ -217,8 +215,6 @@ class _Row:
     """A prompt and its answer so far."""
 
     index: int
-    sample: int
-    """Number by which its tokens are sampled."""
     prompt: list[int]
     most: int
     """Maximum length of the answer."""
@@ -239,7 +235,6 @@ def _in_batches(
     device: torch.device,
     stops: Container[int],
     sampling: Sampling,
-    stopped: Callable[[], bool] | None,
 ) -> list[list[int]]:
     """Return the answers of all rows on every rank; an empty list if the generation was stopped.
 
@@ -259,7 +254,7 @@ def _in_batches(
             is_any_alive, seconds = _of_all_ranks(forward, device, float(is_alive), seconds)
             if not is_any_alive:
                 break
-            if stopped is not None and stopped():
+            if forward.stopped is not None and forward.stopped():
                 return []
             count = 1 if forward.lockstep else max(1, min(2 * count, int(_SECONDS_APART / seconds)))
             began = time.perf_counter()
@@ -270,7 +265,7 @@ def _in_batches(
                     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
                     forward.call(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
             seconds = max((time.perf_counter() - began) / count, 1e-6)
-    if stopped is not None and stopped():
+    if forward.stopped is not None and forward.stopped():
         return []
     if ranks > 1 and order:
         is_first = forward.same_rows is None or dist.get_rank(forward.same_rows) == 0
@@ -295,10 +290,10 @@ def _continued(
 ) -> Iterator[bool]:
     """Generate the tokens of rows together, and yield after each forward whether any row is left."""
     context = yield from _read_prompts(rows, forward, device)
-    samples = torch.tensor([row.sample for row in rows], device=device)
+    indices = torch.tensor([row.index for row in rows], device=device)
     live: list[_Row | None] = list(rows)
     for position in itertools.count():
-        tokens = sampling.choose(context.logits, samples, position)  # (rows,)
+        tokens = sampling.choose(context.logits, indices, position)  # (rows,)
         if forward.same_rows is not None:
             dist.broadcast(tokens, group=forward.same_rows, group_src=0)
         chosen = tokens.tolist()
@@ -313,7 +308,7 @@ def _continued(
         yield True
         if len(live) - len(left) >= _ENDED_SHARE * len(live):
             context.select(left)
-            samples = samples[torch.tensor(left, device=device)]
+            indices = indices[torch.tensor(left, device=device)]
             live, chosen = [live[place] for place in left], [chosen[place] for place in left]
         for _ in context.read([(token,) for token in chosen]):
             yield True
@@ -395,7 +390,7 @@ class _Context:
     @property
     def takes_padding(self) -> bool:
         """Whether padding may follow tokens: it is not within a window then, and does not change a state."""
-        return all(type(layer) is _GrowingLayer for layer in getattr(self._cache, "layers", [None]))
+        return isinstance(self._cache, Cache) and all(type(layer) is _GrowingLayer for layer in self._cache.layers)
 
     def select(self, places: list[int]) -> None:
         """Keep these rows, some of them perhaps several times."""
@@ -433,7 +428,7 @@ class _Context:
 
 def _with_room(cache: Any) -> Any:
     """Return a cache whose layers of full attention take further tokens without a copy."""
-    if hasattr(cache, "layers"):
+    if isinstance(cache, Cache):
         for number, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
                 cache.layers[number] = _GrowingLayer(layer)
@@ -448,7 +443,6 @@ def stream_tokens(
     max_new_tokens: int,
     choose: Callable[[torch.Tensor, int], torch.Tensor],
     forward: RowsForward | None = None,
-    stopped: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue `tokens` as they are generated, without the stop token.
 
@@ -458,14 +452,14 @@ def stream_tokens(
         stops: `stop_tokens` of the model.
         choose: `Sampling.choose` with the number of the sample: returns a token from the logits (1, vocabulary) and its
             position.
-        forward, stopped: As for `generate`.
+        forward: As for `generate`.
     """
     tokens = list(tokens)
     device = next(model.parameters()).device
     start = len(tokens)
     forward = forward or RowsForward(model)
     cache = None
-    while len(tokens) < start + max_new_tokens and not (stopped is not None and stopped()):
+    while len(tokens) < start + max_new_tokens and not (forward.stopped is not None and forward.stopped()):
         cached = 0 if cache is None else cache.get_seq_length()
         ids = torch.tensor([tokens[cached:]], device=device)  # (1, new tokens)
         positions = torch.arange(cached, len(tokens), device=device)[None]  # (1, new tokens)

@@ -1,4 +1,4 @@
-"""Tokenizers from the hub, a folder or a GGUF file, and one of bytes; tokens of prompts; errors of the hub."""
+"""Tokenizers from the hub, a folder or a GGUF file, and one of bytes; errors of the hub."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.chat_template import ChatTemplate
 from components.config.model_files import ModelFiles, locate, no_template, shipped_templates
 from components.config.schema.model import ModelConfig
-from components.conversation import Conversation
 from components.protocol.errors import ConfigError
 from components.protocol.processes import CpuLimitError, limited
 from components.protocol.run_files import RECORD, read_json
@@ -332,34 +330,3 @@ def _causes(error: BaseException) -> list[BaseException]:
         chain.append(current)
         current = current.__cause__ or current.__context__
     return chain
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:
-    """Return the tokens of a user's message with the chat template, or of the plain text if the tokenizer has none.
-
-    At least one token: an empty text is the token that begins a text, or else the one that ends it.
-
-    Args:
-        system: System message before it; a tokenizer without a chat template ignores it.
-    """
-    if tokenizer.chat_template is None:
-        tokens = tokenizer.encode(prompt)
-        if not tokens:
-            return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-        # Some tokenizers append an end-of-text token, after which there is nothing to continue.
-        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return encode_messages(tokenizer, [*before, {"role": "user", "content": prompt}])
-
-
-def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
-) -> list[int]:
-    """Return the tokens of a conversation up to the start of the next answer, rendered with the chat template.
-
-    Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
-    """
-    where = f"the prompt {messages[-1].get('content')!r:.60}"
-    conversation = Conversation(where, [dict(message) for message in messages], tools)
-    text = ChatTemplate(tokenizer).render(conversation, add_generation_prompt=True).text
-    return tokenizer.encode(text, add_special_tokens=False)

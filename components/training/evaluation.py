@@ -178,7 +178,6 @@ def show_generations(
             tokenizer,
             max_new_tokens=cfg.max_new_tokens,
             forward=forward,
-            stopped=run.agreed_to_stop,
             ends=show_progress,
         )
         answers = generated(prompts, sampling=models.Sampling(cfg.temperature, cfg.top_p, cfg.seed))
@@ -253,7 +252,7 @@ def generation_forward(model: Prepared, run: RunContext, rows: int) -> Iterator[
         stack.enter_context(distributed.whole_sequences(model.called_modules))
         stack.enter_context(autocast(model.settings))
         if model.pipeline is not None:
-            yield models.RowsForward(model.pipeline.logits, keeps_cache=False)
+            yield models.RowsForward(model.pipeline.logits, keeps_cache=False, stopped=run.agreed_to_stop)
             return
         gathered = _gathers_once(model, run)
         if gathered:
@@ -264,6 +263,7 @@ def generation_forward(model: Prepared, run: RunContext, rows: int) -> Iterator[
             share=(mesh.rank("dp_cp"), mesh.size("dp_cp")),
             same_rows=mesh["tp"].get_group() if mesh.size("tp") > 1 else None,
             lockstep=mesh.size("ep") > 1 or not gathered,
+            stopped=run.agreed_to_stop,
         )
 
 

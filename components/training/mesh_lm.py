@@ -143,7 +143,7 @@ class MeshLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the generated continuation of each context, up to a stop sequence.
 
-        Requests with the same options are generated together; the number of a sample is the index of its request.
+        Requests with the same options are generated together; the number of a sample is its place among them.
         """
         together: dict[tuple[int, models.Sampling], list[int]] = {}
         prompts, texts, until = list[Prompt](), [""] * len(requests), list[list[str]]()
@@ -165,24 +165,16 @@ class MeshLM(TemplateLM):
             )
             together.setdefault((longest, sampling), []).append(index)
 
-        def ends(index: int, answer: list[int]) -> bool:
-            text = self._decoded(answer)
-            return any(stop and stop in text for stop in until[index])
-
-        run = self._run
-        with generation_forward(self._model, run, self._batches.rows or _ROWS) as forward:
+        with generation_forward(self._model, self._run, self._batches.rows or _ROWS) as forward:
             for (longest, sampling), indices in together.items():
                 chosen = [prompts[index] for index in indices]
+
+                def ends(place: int, answer: list[int], indices: list[int] = indices) -> bool:
+                    text = self._decoded(answer)
+                    return any(stop and stop in text for stop in until[indices[place]])
+
                 answers = models.generate_tokens(
-                    self._model.module,
-                    self.tokenizer,
-                    chosen,
-                    longest,
-                    forward,
-                    run.agreed_to_stop,
-                    sampling,
-                    ends,
-                    samples=indices,
+                    self._model.module, self.tokenizer, chosen, longest, forward, sampling, ends
                 )
                 if not answers:
                     raise Stopped

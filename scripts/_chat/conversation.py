@@ -70,7 +70,7 @@ class Conversation:
         text, complete, count = StreamedText(tokenizer), False, 0
         try:
             with self._chat_model.computing():
-                choose = self._sampling.of_sample(self._asked)
+                choose = self._sampling.of_prompt(self._asked)
                 for token in models.stream_tokens(model, self._stops, tokens, most, choose):
                     count += 1
                     if piece := text.add(token):

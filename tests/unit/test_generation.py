@@ -64,7 +64,7 @@ def noise(seed: int, sample: int, position: int, token: int) -> float:
 
 def choose(sampling: Sampling, logits: torch.Tensor, sample: int, position: int) -> int:
     """Return the token of one row, logits (vocabulary)."""
-    return int(sampling.of_sample(sample)(logits[None], position))
+    return int(sampling.of_prompt(sample)(logits[None], position))
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
