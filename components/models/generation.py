@@ -36,6 +36,8 @@ _SECONDS_APART = 1.0
 """About the time between two questions whether all ranks go on, where their forwards need no rank with other rows."""
 _TOKENS_AT_ONCE = 2048
 """Most tokens of a forward, of which long prompts need several: it bounds the memory of activations, and its time."""
+_STEP = 16
+"""Padding that is computed before a row's first token."""
 _SHORTEST_PREFIX = 32
 """Tokens that all prompts of a batch must begin with to be computed once."""
 _ROOM = 64
@@ -199,15 +201,14 @@ def generate_tokens(
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model attend by transformers' own function, which takes masks of padding; under cp over whole rows too."""
     before: str = model.config._attn_implementation
-    names = {CAUSAL_SDPA: "sdpa", CAUSAL_FLASH: "sdpa", CAUSAL_EAGER: "eager"}
-    own = next((name for replaced, name in names.items() if before.startswith(replaced)), None)
-    if own is not None:
-        model.set_attn_implementation(own)
+    if not before.startswith((CAUSAL_SDPA, CAUSAL_FLASH, CAUSAL_EAGER)):
+        yield
+        return
+    model.set_attn_implementation("eager" if before.startswith(CAUSAL_EAGER) else "sdpa")
     try:
         yield
     finally:
-        if own is not None:
-            model.set_attn_implementation(before)
+        model.set_attn_implementation(before)
 
 
 @dataclass(slots=True)
@@ -319,21 +320,18 @@ def _read_prompts(rows: list[_Row], forward: RowsForward, device: torch.device) 
 
     So is what all prompts begin with, such as examples, where padding may follow it.
     """
-    prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
+    prompts = sorted(dict.fromkeys(tuple(row.prompt) for row in rows), key=len, reverse=True)
     context, begun = _Context(forward.call, device), _common_prefix(prompts)
     if begun:
         for _ in context.read([begun]):
             yield True
         yield True
-        if context.takes_padding:
-            context.select([0] * len(prompts))
-        else:
+        if not context.takes_padding:
             context, begun = _Context(forward.call, device), ()
     for _ in context.read([prompt[len(begun) :] for prompt in prompts]):
         yield True
-    if len(rows) > len(prompts):
-        places = {prompt: place for place, prompt in enumerate(prompts)}
-        context.select([places[tuple(row.prompt)] for row in rows])
+    places = {prompt: place for place, prompt in enumerate(prompts)}
+    context.select([places[tuple(row.prompt)] for row in rows])
     return context
 
 
@@ -383,7 +381,7 @@ class _Context:
         self._cache: Any = None
         self._filled = torch.empty(1, 0, dtype=torch.int64, device=device)
         """0 where a slot of the cache is padding, (rows, slots)."""
-        self._is_padded = False
+        self._is_padded, self._joins, self._rows = False, True, 1
         self.logits = torch.empty(0)
         """Of the last tokens, (rows, vocabulary)."""
 
@@ -396,31 +394,41 @@ class _Context:
         """Keep these rows, some of them perhaps several times."""
         index = torch.tensor(places, device=self._device)
         self._cache.reorder_cache(index)
-        self._filled, self.logits = self._filled[index], self.logits[index]
+        self._filled, self.logits, self._rows = self._filled[index], self.logits[index], len(places)
 
     def read(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Read further tokens of each row, some at a time, and yield after each forward but the last."""
-        width = max(map(len, rows))
-        padded = [[0] * (width - len(row)) + list(row) for row in rows]
-        self._is_padded |= any(len(row) < width for row in rows)
+        """Read further tokens of each row, longest first, and yield after each forward but the last.
+
+        A row joins about where its tokens begin, with a copy of the first row's cache, which its padding hides.
+        """
+        width, begins = len(rows[0]), [len(rows[0]) - len(row) for row in rows]
+        padded = [[0] * begin + list(row) for begin, row in zip(begins, rows, strict=True)]
+        self._is_padded |= begins[-1] > 0
         ids = torch.tensor(padded, device=self._device)  # (rows, width)
-        lengths = torch.tensor([len(row) for row in rows], device=self._device)
-        filled = (torch.arange(width, device=self._device) >= width - lengths[:, None]).long()
+        filled = (torch.arange(width, device=self._device) >= torch.tensor(begins, device=self._device)[:, None]).long()
         self._filled = torch.cat([self._filled.expand(len(rows), -1), filled], dim=1)
         positions = (self._filled.cumsum(-1) - 1).clamp(min=0)[:, -width:]  # from the start of each row
-        before, columns = self._filled.shape[1] - width, max(1, _TOKENS_AT_ONCE // len(rows))
-        for start in range(0, width, columns):
+        before, start = self._filled.shape[1] - width, 0
+        while start < width:
+            count = sum(begin < start + _STEP for begin in begins) if self._joins else len(rows)
+            end = min(width, start + max(1, _TOKENS_AT_ONCE // count), *begins[count : count + 1])
+            if self._cache is not None and count > self._rows:
+                copies = torch.arange(count, device=self._device)
+                self._cache.reorder_cache(copies.where(copies < self._rows, 0))
+            self._rows = count
             output = self._call(
-                input_ids=ids[:, start : start + columns],
-                position_ids=positions[:, start : start + columns],
-                attention_mask=self._filled[:, : before + start + columns] if self._is_padded else None,
+                input_ids=ids[:count, start:end],
+                position_ids=positions[:count, start:end],
+                attention_mask=self._filled[:count, : before + end] if self._is_padded else None,
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-            if self._cache is None:
-                self._cache = _with_room(output.past_key_values)
-            if start + columns < width:
+            self._cache = _with_room(output.past_key_values)
+            start = end
+            if count < len(rows) and not self.takes_padding:
+                self._cache, self._joins, start = None, False, 0
+            if start < width:
                 yield
         logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
         self.logits = logits[:, -1]
