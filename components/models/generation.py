@@ -32,9 +32,9 @@ from components.torch_kernels import INCREMENT, hashed, shifted, signed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SECONDS_APART = 1.0
+_SECONDS_APART = 2.0
 """About the time between two questions whether all ranks go on, where their forwards need no rank with other rows."""
-_TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE = 1024
 """Most tokens of a forward, of which long prompts need several: it bounds the memory of activations, and its time."""
 _STEP = 16
 """Padding that is computed before a row's first token."""
@@ -64,7 +64,7 @@ class RowsForward:
     lockstep: bool = False
     """Whether a forward has collectives with ranks that compute other rows, so that all ranks must run equally many."""
     stopped: Callable[[], bool] | None = None
-    """Called on all ranks before each token or about once a second, with the same value; True ends the generation."""
+    """Called on all ranks before each token or every 2 seconds, with the same value; True ends the generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,7 @@ def generate(
     forward: RowsForward | None = None,
     sampling: Sampling = _GREEDY,
 ) -> list[str]:
-    """Return the continuation of each prompt as text, without special tokens, as `generate_tokens` makes them.
-
-    Returns an empty list if the generation was stopped.
-    """
+    """Return the continuation of each prompt as text, without special tokens; an empty list after a stop."""
     answers = generate_tokens(model, tokenizer, prompts, max_new_tokens, forward, sampling)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in answers]
 
@@ -178,8 +175,7 @@ def generate_tokens(
     was_training = model.training
     model.eval()
     try:
-        # Eager, because compiled layers would be recompiled for every layer and size of the growing cache. That would
-        # exhaust the recompile limit, which training after this shares.
+        # Eager: layers would be recompiled for every size of the cache, up to the limit that training shares.
         with torch.compiler.set_stance("force_eager"), _own_attention(model):
             # Without one (Mamba, RWKV, GPT-1, and pp), rows are recomputed.
             has_cache = "past_key_values" in inspect.signature(transformers_class(model).forward).parameters
@@ -240,8 +236,7 @@ def _in_batches(
     """Return the answers of all rows on every rank; an empty list if the generation was stopped.
 
     Rows are sorted by decreasing length, so that batches have little padding and the first one needs the most memory.
-    All ranks begin a batch together: if one rank began while others wait for it in the middle of theirs, they would
-    take turns.
+    All ranks begin a batch together: otherwise one would wait for the prompts of another, in turns.
     """
     index, ranks = forward.share
     order = sorted((row for row in rows if row.most > 0), key=lambda row: (-len(row.prompt), row.index))
@@ -250,22 +245,25 @@ def _in_batches(
     for start in range(0, len(order), max(1, size)):
         own = order[start : start + size][index::ranks]
         forwards, is_alive = _continued(own, forward, device, stops, sampling), bool(own)
-        count, seconds = 1, _SECONDS_APART
+        # Ranks of the same rows must run equally many forwards; others have clocks of their own.
+        count, seconds, by_count = 1, _SECONDS_APART, forward.lockstep or forward.same_rows is not None
         while True:
             is_any_alive, seconds = _of_all_ranks(forward, device, float(is_alive), seconds)
             if not is_any_alive:
                 break
             if forward.stopped is not None and forward.stopped():
                 return []
-            count = 1 if forward.lockstep else max(1, min(2 * count, int(_SECONDS_APART / seconds)))
+            count = 1 if forward.lockstep else max(1, min(2 * count, int(_SECONDS_APART / max(seconds, 1e-6))))
             began = time.perf_counter()
-            for _ in range(count):
+            for number in itertools.count(1):
                 if is_alive:
                     is_alive = next(forwards)
                 elif forward.lockstep:
                     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
                     forward.call(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
-            seconds = max((time.perf_counter() - began) / count, 1e-6)
+                seconds = (time.perf_counter() - began) / number
+                if number >= count if by_count else number * seconds >= _SECONDS_APART or not is_alive:
+                    break
     if forward.stopped is not None and forward.stopped():
         return []
     if ranks > 1 and order:
