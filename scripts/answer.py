@@ -36,7 +36,9 @@ def main(cfg: AnswerPromptsConfig) -> None:
         prompts = training.encoded_prompts(tokenizer, read_prompts(cfg.answers.prompts), cfg.data)
         settings, file = _settings(cfg, prompts, run.resume_from), Path(run.dir, "answers.jsonl")
         total = len(prompts) * cfg.answers.per_prompt
-        answered = broadcast_json(_answered_before(file, settings) if run.rank == 0 else None)
+        answered = broadcast_json(
+            _answered_before(file, settings, cuts=run.rank == 0)
+        )  # an error is raised on all ranks
 
         model = training.prepare(cfg, run, len(tokenizer))
         if run.resume_from is not None:
@@ -81,8 +83,8 @@ def _line(sample: int, text: str, tokens: list[int], cfg: AnswerPromptsConfig, s
     return {**values, "is_complete": is_complete, "settings": settings}
 
 
-def _answered_before(file: Path, settings: str) -> int:
-    """Return the number of complete lines of a file, and cut what a killed run has left after them.
+def _answered_before(file: Path, settings: str, *, cuts: bool) -> int:
+    """Return the number of complete lines of a file; `cuts`: cut what a killed run has left after them.
 
     Raises ConfigError if the answers are not those of these prompts, weights and settings.
     """
@@ -101,7 +103,7 @@ def _answered_before(file: Path, settings: str) -> int:
                 f"run.dir={file.parent}: line {number} of {file.name} is no answer to these prompts with these weights "
                 "and settings; choose another run.dir, or remove the file"
             )
-    if len(whole) < len(content):
+    if cuts and len(whole) < len(content):
         os.truncate(file, len(whole))
     return whole.count(b"\n")
 

@@ -102,6 +102,6 @@ def test_wrong_use_is_rejected(answering: Bench) -> None:
         assert message.rpartition("|")[2] in done.errors
         assert "Traceback" not in done.errors
     answering.complete(*COMMON, "run.dir=mine", "parallelism=single", "generation.max_new_tokens=2")
-    done = answering.start(*COMMON, "run.dir=mine", "parallelism=single", "generation.max_new_tokens=3").wait()
+    done = answering.start(*COMMON, "run.dir=mine", "parallelism=fsdp2", TWO, "generation.max_new_tokens=3").wait()
     assert done.status == EXIT_INVALID
     assert "line 1 of answers.jsonl is no answer to these prompts with these weights and settings" in done.errors
