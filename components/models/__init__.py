@@ -8,11 +8,10 @@ classifier.py          TokenScores: a score head instead of the LM head
 lora.py                add_adapters, operations on all adapters of a model, and LoRA on the fused matrices of experts
 lora_linear.py         LoRA, DoRA and QLoRA on linear layers, and the matmuls of an adapter's factors
 quantization.py        linear layers that compute in float8 or with fake-quantized weights, and 4-bit weights (NF4)
-layers.py              decoder_layers, select_trained, meta_copy; full and selective activation checkpointing
-activation_offload.py  saved activations in host memory
+layers.py              decoder_layers, compile_layers, select_trained, meta_copy
+activations.py         activation checkpointing, full and selective, and saved activations in host memory
 fused_layers.py        fuse_layers: norms, rotary embeddings and SwiGLUs in fewer kernels
 triton_kernels.py      kernels of SwiGLU and of NF4's unpacking, imported on a GPU only
-compile.py             compile_layers, and removal of truncated files from torch's compile cache
 generation.py          generate, generate_tokens, stream_tokens: greedy or sampled answers
 tokenizer.py           load_tokenizer, including one token per byte
 weights/               loading, initializing, gathering and exporting weights
@@ -28,11 +27,10 @@ from components import package
 
 if TYPE_CHECKING:
     from components.chat_template import encode_messages, encode_prompt
-    from components.models.activation_offload import offload_activations
+    from components.models.activations import checkpoint_activations, offload_activations
     from components.models.anatomy import Anatomy, ParameterCounts, has_adapters, read_anatomy
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, check_positions, model_shape
-    from components.models.compile import compile_layers
     from components.models.fused_layers import FusedLayers, fuse_layers
     from components.models.generation import (
         RowsForward,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
         stream_tokens,
     )
     from components.models.layers import (
-        checkpoint_activations,
+        compile_layers,
         count_parameters,
         decoder_layers,
         select_trained,

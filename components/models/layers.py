@@ -1,4 +1,4 @@
-"""Decoder layers of a model: finding them, activation checkpointing; trained parameters; and copies without memory.
+"""Decoder layers of a model: finding and compiling them; trained parameters; and copies without memory.
 
 Under pipeline parallelism, placeholders without parameters replace the layers of other stages. They keep their index in
 the list and are left unchanged.
@@ -10,22 +10,26 @@ provides the original names, global shapes, initialization rules and buffer valu
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import re
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import struct
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.model import DOCUMENTS
 from components.config.schema.training import TrainingConfig
 from components.json_collectives import all_gather_json
 from components.models.anatomy import Anatomy, ParameterCounts, kept_in_float32, read_anatomy, transformers_class
@@ -37,27 +41,16 @@ from components.protocol.errors import raise_all
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
+_GRAPH_LIMIT = 64
+"""Recompile limit for all decoder layers together; torch's default of 8 is too low for Gemma 3 with adapters."""
+_GRAPH_LIMIT_BY_LENGTH = 1024
+"""Recompile limit if each row length is compiled separately."""
+_WRITING_SECONDS = 2.0
+"""A file modified within this time may still be being written."""
 _NORM = re.compile("Norm(?!al)")
 """Matches the class name of a norm; not that of a NormalizedLinear."""
-_SAVED_OPERATORS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::_grouped_mm",
-    "aten::_scaled_mm",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "torch_attn::_varlen_attn",
-    "higher_order::flex_attention",
-    "higher_order::inductor_compiled_code",
-)
-"""Operators whose outputs are saved under `selective`: matmuls and attention. Everything else is cheap to recompute.
-
-`inductor_compiled_code` is flex attention, which transformers compiles itself: it is the only compiled region inside an
-uncompiled layer. torch dispatches such regions as one operator after `_wrap_compiled_regions`.
-"""
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
@@ -143,30 +136,6 @@ def decoder_layers(model: nn.Module, anatomy: Anatomy | None = None) -> list[nn.
     return layers
 
 
-def checkpoint_activations(
-    model: PreTrainedModel, policy: ActivationCheckpointing, anatomy: Anatomy | None = None
-) -> None:
-    """Apply activation checkpointing to decoder layers in place: save less in the forward, recompute in the backward.
-
-    Policies: full saves only each layer's input (a third more FLOPs); alternate does so for every other layer of the
-    model; selective also saves the outputs of matmuls and attention, so that only cheap operators are recomputed.
-    Parameter names do not change, because only forwards are replaced. The recomputation runs inside FSDP's hooks, where
-    the layer's parameters are unsharded anyway.
-
-    Raises ValueError for `auto`, which must be resolved to another policy first.
-    """
-    if policy == ActivationCheckpointing.auto:
-        raise ValueError("parallelism.activation_checkpointing=auto: resolve it with choose_recompute_policy first")
-    if policy == ActivationCheckpointing.none:
-        return
-    if policy == ActivationCheckpointing.selective and model.config._attn_implementation == "flex_attention":
-        _wrap_compiled_regions()
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if policy == ActivationCheckpointing.selective else {}
-    layers = decoder_layers(model, anatomy)[:: 1 + (policy == ActivationCheckpointing.alternate)]
-    for layer in filter(has_parameters, layers):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-
-
 def vector_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that are vectors or stacks of vectors: biases, weights of norms, and all of one dim.
 
@@ -230,186 +199,138 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the forward and recompute contexts for a `checkpoint` that saves the outputs of `_SAVED_OPERATORS`.
+def compile_layers(
+    model: PreTrainedModel,
+    fullgraph: bool = True,
+    backend: str | Callable = "inductor",
+    anatomy: Anatomy | None = None,
+    async_tp: ProcessGroup | None = None,
+) -> None:
+    """Compile the forward of each decoder layer in place; names and classes do not change.
 
-    torch's `create_selective_checkpoint_contexts` is not used, for two reasons. It saves aliases, whose version
-    counters are not always shared with the original (a linear layer returns an `_unsafe_view` of its matmul), so a
-    layer that modifies such an output in place would be recomputed from the modified values. It also requires that the
-    forward ran every operator of the recomputation, which FSDP's hooks around a nested unit violate.
+    Only the layer's forward is compiled. Hooks around it, such as FSDP's, stay outside, and so does the recomputation
+    of `checkpoint_activations`, which may be applied before or after. If a forward inside a layer disables the compiler
+    (expert parallelism, attention over gathered keys), the layer is compiled with a graph break around it.
+
+    Layers of one class share their graphs and torch's recompile limit, beyond which `fullgraph` raises. This function
+    increases the limit, because variants multiply: evaluation and training, frozen inputs under adapters, rows shorter
+    and longer than a window and, under tensor parallelism, each row length.
+
+    Args:
+        async_tp: Process group of sequence parallelism, whose collectives overlap with the matmuls beside them (of 8
+            per layer, all but the backward's 2 reduce-scatters); None: they do not.
     """
-    outputs = _SavedOutputs()
-    return _SaveOutputs(outputs), _ReuseOutputs(outputs)
+    any_length = not _is_tp_sharded(model)
+    limit = _GRAPH_LIMIT if any_length else _GRAPH_LIMIT_BY_LENGTH
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    if backend == "inductor":
+        remove_truncated_libraries()
+    from transformers import AttentionInterface
+
+    options: dict[str, Any] = {}
+    if async_tp is not None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            # Deprecated as unnecessary, but the compiler of torch 2.13 skips groups that are not registered.
+            enable_symm_mem_for_group(async_tp.group_name)
+        options = {"options": {"_micro_pipeline_tp": True}}
+    attention = AttentionInterface().get(model.config._attn_implementation)
+    mixes = bool((anatomy or read_anatomy(model)).mixers)  # of layers that keep documents apart outside of the graph
+    for layer in filter(has_parameters, decoder_layers(model, anatomy)):
+        forward = layer.forward
+        forwards = [attention, *(module.forward for module in layer.modules())]
+        # torch.compiler.disable marks a function with this attribute; a graph break is an error under fullgraph.
+        without_breaks = fullgraph and not any(hasattr(each, "_torchdynamo_disable") for each in forwards)
+        without_breaks = without_breaks and not mixes
+        checkpointed = forward if isinstance(forward, partial) and forward.func is checkpoint else None
+        inner = checkpointed.args[0] if checkpointed else forward
+        compiled = torch.compile(
+            inner, fullgraph=without_breaks, backend=backend, dynamic=None if any_length else False, **options
+        )
+        if any_length:
+            compiled = partial(_call_compiled, compiled)
+        layer.forward = partial(checkpoint, compiled, **checkpointed.keywords) if checkpointed else compiled
 
 
-def _wrap_compiled_regions() -> None:
-    """Make code that is compiled from now on visible to `_selective_contexts` as one operator; for flex attention.
+def _is_tp_sharded(model: nn.Module) -> bool:
+    """Return whether parameters are DTensors of a tp axis, which torch 2.13 cannot compile with a dynamic seq dim."""
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
-    This is a process-wide setting, because transformers compiles flex attention itself at its first call.
+
+def _call_compiled(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled layer with its sequence dims marked dynamic, unless rows are packed (one length).
+
+    Without the marks, torch compiles a static graph for the first length, and a dynamic one only at the second.
     """
-    from torch._inductor import config
+    if kwargs.get(DOCUMENTS) is None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                for dim in _sequence_dims(leaf):
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
+    return compiled(*args, **kwargs)
 
-    config.wrap_inductor_compiled_regions = True
 
+def _sequence_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the sequence dims of a layer's input, by its number of dims.
 
-def _is_saved(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the output of this call is saved.
-
-    Attention with dropout is not saved: skipping it in the recomputation would shift the random numbers of later
-    dropouts.
+    Inputs are position ids (batch, seq), hidden states and rotary embeddings (batch, seq, width), and masks
+    (batch, 1 or heads, seq, seq). Dims of size 1 are skipped, because torch specializes on them.
     """
-    schema = _schema(operator)
-    if schema is None:
-        return f"higher_order::{operator.name()}" in _SAVED_OPERATORS
-    if schema.name not in _SAVED_OPERATORS or schema.is_mutable:
-        return False
-    return not next((value for name, value in _arguments(schema, args, kwargs) if name == "dropout_p"), 0.0)
+    dims = {2: (1,), 3: (1,), 4: (2, 3)}.get(tensor.dim(), ())
+    return tuple(dim for dim in dims if tensor.shape[dim] > 1)
 
 
-def _schema(operator: Any) -> Any:
-    """Return an operator's schema; None for a higher-order operator."""
-    return operator._schema if isinstance(operator, OpOverload) else None
+def remove_truncated_libraries() -> list[Path]:
+    """Delete truncated files from the cache of torch.compile's C++ backend, and return their paths.
+
+    The linker writes in place, and torch assumes that any existing file is complete. A process killed while compiling
+    therefore leaves a file that makes every later run fail with "ImportError: file too short".
+    """
+    from torch._inductor.codecache import get_lock_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    removed = [path for path in _libraries(Path(cache_dir())) if _remove_truncated(path, Path(get_lock_dir()))]
+    if removed:
+        logger.warning("removed %d truncated files from torch's compile cache, such as %s", len(removed), removed[0])
+    return removed
 
 
-def _queue_of(operator: Any, args: Any) -> Any:
-    """Return the key of the queue for a call's outputs: one per operator, and one per compiled region."""
-    region = args[0] if args and not isinstance(args[0], torch.Tensor) else None
-    return (operator, region) if isinstance(operator, HigherOrderOperator) else operator
-
-
-def _arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each argument that was passed in a call."""
-    yield from zip((argument.name for argument in schema.arguments), args, strict=False)
-    yield from kwargs.items()
-
-
-def _written_tensors(operator: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a call modifies in place."""
-    schema = _schema(operator)
-    if schema is None or not schema.is_mutable:
-        return
-    written = {
-        argument.name
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    for name, value in _arguments(schema, args, kwargs):
-        if name in written:
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _storages(tensor: torch.Tensor) -> list[int]:
-    """Return the address of the storage of a tensor, or of each inner tensor of a subclass such as DTensor."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor.untyped_storage()._cdata]
-    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # DTensor also lists its mesh
-    return [storage for each in inner if isinstance(each, torch.Tensor) for storage in _storages(each)]
-
-
-class _SavedTensor:
-    """A tensor saved in the forward for the recomputation."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detach below autograd's in-place tracking, to share the version counter without holding the graph.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self._tensor = tensor.detach()
-        self._version = self._tensor._version
-
-    def copy(self) -> None:
-        """Replace the tensor with a copy that does not share memory with the forward."""
-        self.check()
-        self._tensor = self._tensor.clone()
-        self._version = self._tensor._version
-
-    def take(self) -> torch.Tensor:
-        """Return the tensor, which is unchanged since the forward."""
-        self.check()
-        return self._tensor
-
-    def check(self) -> None:
-        """Raise RuntimeError if the tensor was modified in place by an operation that torch did not dispatch."""
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "a kernel outside torch's dispatcher modified the output of a matmul or of attention in place, so "
-                "parallelism.activation_checkpointing=selective would give wrong gradients; set it to full or none"
-            )
-
-
-class _SavedOutputs:
-    """Outputs of one forward of a layer, in one queue per operator, in call order."""
-
-    def __init__(self) -> None:
-        self.queues: defaultdict[Any, deque[Any]] = defaultdict(deque)
-        self.by_storage: defaultdict[int, list[_SavedTensor]] = defaultdict(list)
-
-    def save(self, queue: Any, output: Any) -> None:
-        """Append the output of a call to its queue."""
-        self.queues[queue].append(tree_map_only(torch.Tensor, self._save_tensor, output))
-
-    def copy_storage(self, storage: int) -> None:
-        """Copy the saved tensors of a storage that is about to be modified."""
-        for saved in self.by_storage.pop(storage, ()):
-            saved.copy()
-
-    def _save_tensor(self, tensor: torch.Tensor) -> _SavedTensor:
-        saved = _SavedTensor(tensor)
-        for storage in _storages(tensor):
-            self.by_storage[storage].append(saved)
-        return saved
-
-
-class _OutputsMode(TorchDispatchMode):
-    """Base of the dispatch modes around a layer's forward and its recomputation."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, outputs: _SavedOutputs) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep compiled functions inside the layer compiled."""
+def _is_truncated(path: Path) -> bool:
+    """Return whether a file is shorter than its ELF header states; compilers write the section table last."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if header[:4] != b"\x7fELF"[: len(header[:4])]:
+        return False  # not ELF: another platform
+    if len(header) < 64:
         return True
+    (offset,) = struct.unpack_from("<Q", header, 40)
+    entry_size, entries = struct.unpack_from("<HH", header, 58)
+    return offset == 0 or offset + entry_size * entries > size
 
 
-class _SaveOutputs(_OutputsMode):
-    """Dispatch mode of the forward: saves outputs of `_SAVED_OPERATORS`, and copies one before it is modified."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._outputs.by_storage:
-            for tensor in _written_tensors(func, args, kwargs):
-                for storage in _storages(tensor):
-                    self._outputs.copy_storage(storage)
-        output = func(*args, **kwargs)
-        if _is_saved(func, args, kwargs):
-            self._outputs.save(_queue_of(func, args), output)
-        return output
-
-    def __exit__(self, *exception: Any) -> None:
-        """Copy saved tensors whose storage is still referenced outside the layer: this mode cannot see later writes."""
-        super().__exit__(*exception)
-        probe = torch.empty(0)  # an unshared storage, to measure the references that the use count itself adds
-        overhead = torch._C._storage_Use_Count(_storages(probe)[0]) - 1
-        for storage, saved in list(self._outputs.by_storage.items()):
-            if torch._C._storage_Use_Count(storage) > len(saved) + overhead:
-                self._outputs.copy_storage(storage)
-        self._outputs.by_storage.clear()
+def _libraries(cache: Path) -> Iterator[Path]:
+    for suffix in ("so", "o"):
+        yield from cache.glob(f"*/*.{suffix}")
 
 
-class _ReuseOutputs(_OutputsMode):
-    """Dispatch mode of the recomputation: returns saved outputs and runs all other operators."""
+def _remove_truncated(path: Path, locks: Path) -> bool:
+    """Delete a file if it is truncated and no process is writing it; return whether it was deleted.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not _is_saved(func, args, kwargs):
-            return func(*args, **kwargs)
-        queue = self._outputs.queues[_queue_of(func, args)]
-        if not queue:
-            raise RuntimeError(
-                f"{func} ran more often in the recomputation of a layer than in its forward: the layer depends on "
-                "state that changed in between, or its backward ran twice; set "
-                "parallelism.activation_checkpointing=full"
-            )
-        return tree_map_only(_SavedTensor, _SavedTensor.take, queue.popleft())
+    While it writes a library, torch holds the lock named after the library's key. Object files have no lock, so their
+    age decides.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        if not _is_truncated(path) or time.time() - path.stat().st_mtime < _WRITING_SECONDS:
+            return False
+        with FileLock(locks / f"{path.name.partition('.')[0]}.lock", timeout=0):
+            if not _is_truncated(path):  # its writer finished in the meantime
+                return False
+            path.unlink()
+            return True
+    except (FileNotFoundError, Timeout):  # another rank deleted it, or a compiler holds the lock
+        return False

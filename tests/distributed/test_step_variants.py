@@ -13,7 +13,7 @@ import torch
 
 from components import models
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.activation_offload import _SavedTensor
+from components.models.activations import _OffloadedTensor
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.distributed.test_parity import CP, FSDP2, PP, SP, TP
@@ -48,7 +48,7 @@ VARIANTS = [
 def offloading() -> Iterator[None]:
     """Offload activations after they are checkpointed; on CPUs, copies in host memory replace the transfers."""
     stored = []
-    checkpoint_activations, create = models.checkpoint_activations, _SavedTensor.__init__
+    checkpoint_activations, create = models.checkpoint_activations, _OffloadedTensor.__init__
 
     def offload(model: torch.nn.Module, policy: ActivationCheckpointing) -> None:
         checkpoint_activations(model, policy)
@@ -56,7 +56,7 @@ def offloading() -> Iterator[None]:
 
     with (
         patch.object(models, "checkpoint_activations", offload),  # what `run_case` calls
-        patch.object(_SavedTensor, "__init__", lambda *args: (stored.append(1), create(*args))[1]),
+        patch.object(_OffloadedTensor, "__init__", lambda *args: (stored.append(1), create(*args))[1]),
     ):
         yield
     assert stored

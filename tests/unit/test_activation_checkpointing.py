@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from components import models
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.layers import _SAVED_OPERATORS
+from components.models.activations import _SAVED_OPERATORS
 from tests.distributed import parity
 from tests.distributed.parity import MODELS, MOE_MODELS
 

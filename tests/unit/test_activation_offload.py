@@ -19,7 +19,7 @@ from components.checkpoint.saver import _ALIGNMENT, _PINNED_BYTES, _buffers_in_f
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.run import PeftConfig
-from components.models import activation_offload
+from components.models import activations
 from components.planning.formulas.layer_memory import layer_activations
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.step_time import estimate_time
@@ -54,7 +54,7 @@ def gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Any], list[Any]]]:
     """Record the saved tensors as (weak reference to the source, host's copy, layer), and the layers in fetch order."""
     packed, fetched = [], []
-    pack, fetch = activation_offload._SavedLayer.pack, activation_offload._SavedLayer.fetch
+    pack, fetch = activations._SavedLayer.pack, activations._SavedLayer.fetch
 
     def pack_and_record(layer: Any, tensor: torch.Tensor) -> Any:
         saved = pack(layer, tensor)
@@ -67,8 +67,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Any], list[
         fetch(layer)
 
     with monkeypatch.context() as patches:
-        patches.setattr(activation_offload._SavedLayer, "pack", pack_and_record)
-        patches.setattr(activation_offload._SavedLayer, "fetch", fetch_and_record)
+        patches.setattr(activations._SavedLayer, "pack", pack_and_record)
+        patches.setattr(activations._SavedLayer, "fetch", fetch_and_record)
         yield packed, fetched
 
 

@@ -43,7 +43,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.compile import _is_truncated, remove_truncated_libraries
+from components.models.layers import _is_truncated, remove_truncated_libraries
 from components.models.tokenizer import byte_tokenizer
 from components.models.weights.weight_files import NewFolder, WeightFiles
 from components.protocol.errors import ConfigError
@@ -429,7 +429,7 @@ COMPILED_RUN = """
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from components.models.compile import compile_layers
+from components.models.layers import compile_layers
 model = nn.Module()
 model.layers, model.config = nn.ModuleList([nn.PReLU()]), LlamaConfig(num_hidden_layers=1)
 compile_layers(model)

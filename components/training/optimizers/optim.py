@@ -38,8 +38,7 @@ from components.config.schema.optimizer import (
 )
 from components.config.schema.training import StageConfig
 from components.models.anatomy import Anatomy
-from components.models.compile import remove_truncated_libraries
-from components.models.layers import vector_parameters
+from components.models.layers import remove_truncated_libraries, vector_parameters
 from components.models.weights.shards import local_blocks, shards_of_dim, zeros_sharded_like
 from components.protocol.errors import ConfigError, raise_all
 from components.training.optimizers.gradients import local_tensor
