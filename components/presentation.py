@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MISSING = "matplotlib is not installed (pip install 'meshbook[plot]')"
 STEP, LOSS = "optimizer step", "loss per target token (nats)"
 """Labels of the usual axes."""
+TARGET_TOKEN = "target token"
+"""Unit of losses whose label has their unit, nats."""
 LOG_RATIO = 20.0
 """Ratio of the largest to the smallest value of a metric above which its axis is logarithmic."""
 _LINE, _WIDER, _WIDEST = 1.5, 2.0, 8.0
@@ -113,6 +115,8 @@ def draw_curves(
     axes: Axes,
     curves: Mapping[str, Sequence[tuple[float, float]]],
     styles: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    linear: bool = False,
 ) -> None:
     """Draw curves of (x, y) pairs by their labels.
 
@@ -121,9 +125,11 @@ def draw_curves(
 
     Args:
         styles: Arguments of `Axes.plot` by label; None: a color, or dashes, for each curve.
+        linear: Use a linear y axis whatever the values, as for rewards, which may also be 0 or negative.
     """
     shown = {label: points for label, points in curves.items() if points}
-    log = is_logarithmic(y for points in shown.values() for _, y in points if math.isfinite(y))
+    values = [y for points in shown.values() for _, y in points if math.isfinite(y)]
+    log = not linear and is_logarithmic(values)
     for number, ((label, points), width) in enumerate(
         zip(shown.items(), _widths(list(shown.values()), log), strict=True)
     ):
@@ -137,7 +143,7 @@ def draw_curves(
             axes.plot(lost, [0.97] * len(lost), "x", transform=axes.get_xaxis_transform(), **cross)
     if log:
         axes.set_yscale("log")
-    elif not any(math.isfinite(y) for points in shown.values() for _, y in points):
+    elif not values:
         axes.set_yticks([])
 
 
@@ -145,7 +151,8 @@ def finish_axes(axes: Axes, *, xlabel: str = STEP, ylabel: str = LOSS, legend: b
     """Add labels, a grid and a legend to axes whose x values are whole numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    low, high = axes.dataLim.intervalx
+    shared = [each.dataLim.intervalx for each in axes.get_shared_x_axes().get_siblings(axes)]
+    low, high = min(first for first, _ in shared), max(last for _, last in shared)
     if low == high:
         axes.set_xlim(low - 1, high + 1)
     unit, name = next(((size, name) for size, name in ((1e9, "B"), (1e6, "M")) if high >= 10 * size), (1.0, ""))
@@ -173,6 +180,67 @@ def plain_numbers(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def loss_figure(lines: Sequence[Mapping[str, Any]], title: str, unit: str) -> Figure | None:
+    """Return the losses over the steps of a run, or the divergences of a distillation; None if none were logged.
+
+    Args:
+        lines: Objects of metrics.jsonl.
+        unit: What a loss is a mean over.
+    """
+    name = "divergence" if any("eval_divergence" in line for line in lines) else "loss"
+    curves = _train_and_held_out(lines, name)
+    if not any(curves.values()):
+        return None
+    figure = new_figure(7, 4)
+    axes = figure.add_subplot()
+    draw_curves(axes, curves)
+    axes.set_title(figure_text(title, 64), fontsize="medium")
+    finish_axes(axes, ylabel=LOSS if (name, unit) == ("loss", TARGET_TOKEN) else f"{name} per {unit}")
+    return figure
+
+
+def reward_figure(lines: Sequence[Mapping[str, Any]], title: str) -> Figure | None:
+    """Return the rewards over the steps of a run, and below them the length of answers and the entropy, if logged.
+
+    A band around the rewards of training is as wide as the metric `reward_std`. None if no reward was logged.
+
+    Args:
+        lines: Objects of metrics.jsonl.
+    """
+    labels = {"reward": "reward", "answer_tokens": "answer length (tokens)", "entropy": "entropy (nats per token)"}
+    panels = {name: _train_and_held_out(lines, name) for name in labels}
+    panels = {name: curves for name, curves in panels.items() if any(curves.values())}
+    if "reward" not in panels:
+        return None
+    figure = new_figure(7, 2 + 2 * len(panels))
+    ratios = [1.5] + [1.0] * (len(panels) - 1)
+    every = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for axes, curves in zip(every, panels.values(), strict=True):
+        draw_curves(axes, curves, {"training": {"color": "C0"}, "held out": {"color": "C1"}}, linear=True)
+    banded = [line for line in lines if _is_finite(line.get("reward")) and _is_finite(line.get("reward_std"))]
+    if banded:
+        edges = [[line["reward"] + sign * line["reward_std"] for line in banded] for sign in (-1, 1)]
+        style: dict[str, Any] = {"color": "C0", "alpha": 0.15, "linewidth": 0, "label": "training ± reward_std"}
+        every[0].fill_between([line["step"] for line in banded], *edges, **style)
+    every[0].set_title(figure_text(title, 64), fontsize="medium")
+    for axes, name in zip(every, panels, strict=True):
+        finish_axes(axes, xlabel=STEP if axes is every[-1] else "", ylabel=labels[name], legend=axes is every[0])
+    figure.align_ylabels()
+    return figure
+
+
+def _train_and_held_out(lines: Iterable[Mapping[str, Any]], name: str) -> dict[str, list[tuple[int, float]]]:
+    """Return the (step, value) pairs of a metric in training and in evaluations."""
+    keys = {"training": name, "held out": f"eval_{name}"}
+    return {
+        label: [(line["step"], line[key]) for line in lines if line.get(key) is not None] for label, key in keys.items()
+    }
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def expert_figure(lines: Sequence[Mapping[str, Any]], title: str) -> Figure | None:

@@ -27,7 +27,7 @@ from yaml import YAMLError
 
 from components.config.compose.explain import did_you_mean, nearest
 from components.config.compose.typed import literal
-from components.config.stored_run import MetricsLog
+from components.config.stored_run import MetricsLog, has_rewards
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import describe_exit
 from components.protocol.processes import LAUNCHER_PID, collected_signals, without_ranks
@@ -49,7 +49,7 @@ _NOT_TEXT = {"null", "true", "false", "inf", "nan"}
 _STARTED = re.compile(r"(?:run|sweep|study) +(/.+?)(?:: \d+ (?:process|point).*)?\n")
 """Line with which a run, a job or a sweep states its directory."""
 _SEVERAL_PROBLEMS = re.compile(r"\d+ problems with this run:\n")
-_STEP = re.compile(r"step +\d+  (?:loss|eval_loss) ")
+_STEP = re.compile(r"step +\d+  (?:eval_)?(?:loss|reward) ")
 """Line of a step, which a notebook shows in the table."""
 
 
@@ -68,7 +68,7 @@ class RunResult:
 
     @property
     def result(self) -> dict[str, Any]:
-        """Contents of result.json: status, losses, speed; empty until the run has ended, and for a sweep."""
+        """Contents of result.json: status, losses or rewards, speed; empty until the run has ended, and for a sweep."""
         return read_result(self.directory)
 
     @property
@@ -82,8 +82,8 @@ class RunResult:
 
     @property
     def picture(self) -> Path | None:
-        """File of the loss curve, of a sweep its plot; None if there is none."""
-        files = (self.directory / name for name in ("loss.png", "sweep.png", "report.png"))
+        """File of the curve of losses or rewards, of a sweep its plot; None if there is none."""
+        files = (self.directory / name for name in ("reward.png", "loss.png", "sweep.png", "report.png"))
         return next((file for file in files if file.is_file()), None)
 
     def __repr__(self) -> str:
@@ -118,8 +118,9 @@ class RunResult:
             return f"{values.get('status')}: {error}"
         steps = values.get("steps")
         parts = [f"{values.get('status')}: {steps} step{'' if steps == 1 else 's'}"]
-        losses = (("loss", "first_loss", "last_loss"), ("held-out loss", "first_eval_loss", "eval_loss"))
-        for name, first, last in losses:
+        kind = "loss" if values.get("last_reward") is None and values.get("eval_reward") is None else "reward"
+        ends = ((kind, f"first_{kind}", f"last_{kind}"), (f"held-out {kind}", f"first_eval_{kind}", f"eval_{kind}"))
+        for name, first, last in ends:
             if values.get(last) is not None:
                 before = "" if values.get(first) is None else f"{values[first]:.3f} to "
                 parts.append(f"{name} {before}{values[last]:.3f}")
@@ -139,7 +140,7 @@ class RunResult:
         if self.picture is None:
             return ""
         data = base64.b64encode(self.picture.read_bytes()).decode()
-        return f'<img alt="loss curve" style="max-width: 100%" src="data:image/png;base64,{data}">'
+        return f'<img alt="{self.picture.stem}" style="max-width: 100%" src="data:image/png;base64,{data}">'
 
 
 class RunFailed(RuntimeError):
@@ -166,7 +167,7 @@ def run(recipe: str | os.PathLike[str], /, *overrides: str | Mapping[str, Any], 
     run("mine.py", "cluster=local_2proc", {"optimizer.lr": 1e-3})
     run("finetune", "-m", "optimizer.lr=1e-4,1e-3")
 
-    A notebook shows the table and the loss curve while the run trains. Interrupting the cell saves and stops the run,
+    A notebook shows the table and the curve while the run trains. Interrupting the cell saves and stops the run,
     as Ctrl-C does; the end of the calling process does so too.
 
     Args:
@@ -413,8 +414,11 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    first = ("step", "loss", "eval_loss") if any("step" in row for row in rows) else ()
+    kind = "reward" if has_rewards(rows) else "loss"
+    first = ("step", kind, f"eval_{kind}") if any("step" in row for row in rows) else ()
     order = dict.fromkeys([*first, *(name for row in rows for name in row)])
+    if first and kind == "reward":  # beside which the loss means nothing
+        order.pop("loss", None)
     names = [name for name in order if any(row.get(name) is not None for row in rows)]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     cells = ("".join(f"<td>{_cell_text(name, row.get(name))}</td>" for name in names) for row in rows)
@@ -426,7 +430,7 @@ def _cell_text(name: str, value: Any) -> str:
     match value:
         case None:
             return ""
-        case float() if name.endswith("loss"):
+        case float() if name.endswith(("loss", "reward")):
             return f"{value:.4f}"
         case float():
             return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -21,12 +21,15 @@ from components.checkpoint.manifest import ListedCheckpoint, check_contents, lis
 from components.config.compose.frozen import read_section
 from components.config.schema.run import CheckpointConfig
 from components.launch.run_directory_lock import exclude_starts
+from components.presentation import number_text
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CHECKPOINTS, CONFIG
 from components.terminal import HelpText, exit_with, print_text
 
-COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
+_LOSS, _REWARD = "eval loss", "eval reward"
+"""Column of the evaluations: rewards if a checkpoint has one."""
+COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", _LOSS, "kept because", "state")
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +69,9 @@ def show(run_dir: Path, policy: CheckpointConfig) -> int:
     if not entries:
         print_text(f"{run_dir}: no checkpoints")
         return 0
-    rows = [COLUMNS, *(_row(entry) for entry in entries)]
+    column = _REWARD if any(entry.manifest and entry.manifest.eval_reward is not None for entry in entries) else _LOSS
+    header = tuple(column if name == _LOSS else name for name in COLUMNS)
+    rows = [header, *(_row(entry, column) for entry in entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for row in rows:
         print_text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -106,15 +111,15 @@ def _print_removals(verb: str, entries: list[ListedCheckpoint], leftovers: list[
         print_text("add --yes to remove")
 
 
-def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
+def _row(entry: ListedCheckpoint, column: str) -> tuple[str, ...]:
     state = "; ".join(entry.problems) or "complete"
     manifest = entry.manifest
     if manifest is None:
         return (entry.path.name, *[""] * (len(COLUMNS) - 2), state)
     mesh = " ".join(f"{axis} {size}" for axis, size in manifest.mesh.items() if size > 1 or axis == "world")
-    loss = "" if manifest.eval_loss is None else f"{manifest.eval_loss:.4f}"
+    evaluation = number_text(manifest.eval_reward if column == _REWARD else manifest.eval_loss, ".4f")
     kept = ", ".join(entry.reasons) or ("not kept" if not entry.problems else "")
-    return entry.path.name, str(manifest.step), manifest.saved, _size(entry), mesh, loss, kept, state
+    return entry.path.name, str(manifest.step), manifest.saved, _size(entry), mesh, evaluation, kept, state
 
 
 def _size(entry: ListedCheckpoint) -> str:

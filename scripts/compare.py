@@ -101,19 +101,30 @@ def _check_output(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs by their names in tables and plots, and the metrics to show besides the losses."""
+    """Runs by their names in tables and plots, and the metrics to show besides the losses and rewards."""
 
     runs: dict[str, StoredRun]
     metrics: list[str]
 
+    @property
+    def improved(self) -> list[str]:
+        """What runs with metrics improve: loss, reward or both. The loss of a run with rewards is not shown."""
+        return sorted({run.improves for run in self.runs.values() if run.lines}) or ["loss"]
+
     def header(self) -> list[str]:
         """Return the names of the columns."""
-        return ["run", "recipe", "model", "mesh", "steps", "tokens", "last loss", "best loss", "eval loss",
-                *self.metrics, "tokens/s", "peak GiB", "wall s", "status"]  # fmt: skip
+        learned = [f"{which} {name}" for name in self.improved for which in ("last", "best", "eval")]
+        return ["run", "recipe", "model", "mesh", "steps", "tokens", *learned, *self.metrics, "tokens/s", "peak GiB",
+                "wall s", "status"]  # fmt: skip
 
     def cells(self, name: str) -> list[str]:
         """Return the row of a run."""
         run = self.runs[name]
+        learned = [
+            number if run.improves == improved else None
+            for improved in self.improved
+            for number in (run.last(improved), run.best(improved), run.last(f"eval_{improved}"))
+        ]
         return [
             name,
             run.recipe,
@@ -121,9 +132,7 @@ class Comparison:
             run.mesh,
             number_text(run.steps, ",d"),
             number_text(run.tokens, ",d"),
-            number_text(run.last("loss"), ".4f"),
-            number_text(run.best_loss, ".4f"),
-            number_text(run.last("eval_loss"), ".4f"),
+            *(number_text(number, ".4f") for number in learned),
             *(number_text(run.last(metric), ".4g") for metric in self.metrics),
             number_text(run.speed, ",.0f"),
             number_text(run.peak_memory_gib, ".2f"),
@@ -180,20 +189,23 @@ class Comparison:
         if not has_matplotlib():
             return MISSING
         panels: list[tuple[str, Callable[[StoredRun], list[tuple[int, float]]], str, str]] = [
-            ("loss", lambda run: run.curve("loss"), STEP, LOSS),
+            ("loss", lambda run: _learned(run, "loss"), STEP, LOSS),
             ("loss over tokens", loss_over_tokens, TOKENS, LOSS),
-            ("held-out loss", lambda run: run.curve("eval_loss"), STEP, LOSS),
+            ("held-out loss", lambda run: _learned(run, "loss", "eval_"), STEP, LOSS),
+            ("reward", lambda run: _learned(run, "reward"), STEP, "reward"),
+            ("held-out reward", lambda run: _learned(run, "reward", "eval_"), STEP, "reward"),
             *((metric, lambda run, metric=metric: run.curve(metric), STEP, metric) for metric in self.metrics),
         ]
         shown = [panel for panel in panels if any(panel[1](run) for run in self.runs.values())]
         if not shown:
-            return "no run has logged a loss"
+            return "no run has logged a loss or a reward"
         rows = -(-len(shown) // 2)
         figure = new_figure(6 * min(len(shown), 2), 4 * rows + 0.2 * len(self.runs))
         for number, (title, curve, xlabel, ylabel) in enumerate(shown, 1):
             axes = figure.add_subplot(rows, min(len(shown), 2), number)
             axes.set(title=figure_text(title, 60))
-            draw_curves(axes, {name: curve(run) for name, run in self.runs.items()})
+            curves = {name: curve(run) for name, run in self.runs.items()}
+            draw_curves(axes, curves, linear=ylabel == "reward")
             finish_axes(axes, xlabel=xlabel, ylabel=ylabel, legend=False)
         lines = [line for axes in reversed(figure.axes) for line in axes.lines]  # those of the first panel count
         handles = {str(line.get_label()): line for line in lines}
@@ -245,8 +257,15 @@ def names_of(folders: list[Path]) -> list[str]:
     return names
 
 
+def _learned(run: StoredRun, name: str, prefix: str = "") -> list[tuple[int, float]]:
+    """Return the (step, loss or reward) pairs of a run; none if it improves the other."""
+    return run.curve(f"{prefix}{name}") if run.improves == name else []
+
+
 def loss_over_tokens(run: StoredRun) -> list[tuple[int, float]]:
-    """Return the (tokens, loss) pairs of a run, from the lines that have both."""
+    """Return the (tokens, loss) pairs of a run, from the lines that have both; none of a run with rewards."""
+    if run.improves != "loss":
+        return []
     return [(line["tokens"], line["loss"]) for line in run.lines if "tokens" in line and line.get("loss") is not None]
 
 

@@ -87,6 +87,8 @@ class Manifest:
     """Held-out loss at this step; None if this step was not evaluated."""
     ephemeral: bool = False
     """Saved by checkpoint.every_minutes: removed once a newer checkpoint is complete."""
+    eval_reward: float | None = None
+    """Held-out reward at this step; None if this step was not evaluated, or by its loss."""
 
     @property
     def bytes(self) -> int:
@@ -149,8 +151,9 @@ class Manifest:
         for name, record in self.files.items():
             if [type(digest) for digest in record.xxh3] != [str] * -(-record.bytes // BLOCK_BYTES):
                 raise ValueError(f"not one hash per block: {shown_names([name])}")
-        if self.eval_loss is not None and not (type(self.eval_loss) in (int, float) and math.isfinite(self.eval_loss)):
-            raise ValueError("eval_loss is no finite number")
+        for name, value in (("eval_loss", self.eval_loss), ("eval_reward", self.eval_reward)):
+            if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+                raise ValueError(f"{name} is no finite number")
         if type(self.ephemeral) is not bool:
             raise ValueError("ephemeral is not true or false")
         if self.saved:
@@ -388,13 +391,15 @@ def reasons_to_keep(complete: Sequence[Manifest], policy: CheckpointConfig) -> l
     """Return the reasons to keep each complete checkpoint of a run, in the given order; empty: it may be removed.
 
     The newest checkpoint is always kept. An ephemeral one (checkpoint.every_minutes) is kept for no other reason, and
-    does not count towards `policy.keep`. Of equal held-out losses the earliest checkpoint is the best.
+    does not count towards `policy.keep`. The best one has the highest held-out reward or, if none has a reward, the
+    lowest held-out loss; of equal ones it is the earliest.
     """
     permanent = sorted((manifest for manifest in complete if not manifest.ephemeral), key=lambda m: -m.serial)
     newest = max((manifest.serial for manifest in complete), default=0)
     last = {manifest.serial for manifest in permanent[: policy.keep]}
-    scored = [(manifest.eval_loss, manifest.serial) for manifest in permanent if manifest.eval_loss is not None]
-    best = min(scored)[1] if scored and policy.keep_best else None
+    losses = [(manifest.eval_loss, manifest.serial) for manifest in permanent if manifest.eval_loss is not None]
+    rewards = [(-manifest.eval_reward, manifest.serial) for manifest in permanent if manifest.eval_reward is not None]
+    best = min(rewards or losses, default=(0.0, -1))[1] if policy.keep_best else None
 
     def reasons(manifest: Manifest) -> list[str]:
         eligible = policy.keep_every > 0 and not manifest.ephemeral

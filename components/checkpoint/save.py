@@ -66,6 +66,8 @@ class Mark:
     """Held-out loss at this step; None if this step was not evaluated."""
     ephemeral: bool = False
     """Saved by checkpoint.every_minutes: removed once a newer checkpoint is complete."""
+    eval_reward: float | None = None
+    """Held-out reward at this step; None if this step was not evaluated, or by its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,8 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], afte
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
         files=dict(sorted(records.items())),
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        eval_loss=mark.eval_loss if mark.eval_loss is not None and math.isfinite(mark.eval_loss) else None,
+        eval_loss=_finite(mark.eval_loss),
+        eval_reward=_finite(mark.eval_reward),
         ephemeral=mark.ephemeral,
     )
     fault_point("before_manifest")
@@ -251,6 +254,10 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord], afte
     sync_folder(tmp.parent)
     sync_folder(tmp.parent.parent)
     return final
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _prune(folder: Path, policy: CheckpointConfig, damaged: Collection[Path] = ()) -> None:

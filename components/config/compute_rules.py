@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable
 from functools import cache
 
 from packaging.version import Version
@@ -158,44 +157,6 @@ def torchao_problems(key: str) -> list[str]:
     if importlib.util.find_spec("torchao") is not None:
         return []
     return [f"{key}: torchao is not installed; run pip install 'meshbook[quantization]'"]
-
-
-def distillation_problems(model: ModelConfig, teacher: TeacherConfig | None, cut_at: Iterable[str]) -> list[str]:
-    """Return the problems of distillation, which computes the logits of student and teacher in the same chunks.
-
-    Args:
-        cut_at: Settings that cut rows into shorter ones, as KEY=VALUE.
-    """
-    problems = []
-    if model.loss not in (LossMethod.auto, LossMethod.chunked):
-        problems.append(
-            f"model.loss={model.loss}: distillation computes the logits of student and teacher a chunk of tokens at a "
-            "time; set model.loss=chunked"
-        )
-    if teacher is not None and teacher.stored is not None:
-        problems += [
-            f"{key}: cuts rows, but the probabilities in teacher.stored={teacher.stored} are those after the tokens of "
-            "the whole row; remove it, or set teacher.path instead of teacher.stored"
-            for key in cut_at
-        ]
-    return problems
-
-
-def vocabulary_problem(path: str, teacher: int, student: int) -> str:
-    """Return the message for a teacher with a smaller vocabulary than the student's."""
-    return (
-        f"teacher.path={path}: the teacher's vocabulary has {teacher:,} entries, fewer than the student's "
-        f"{student:,}, so some of the student's tokens have no probability under it; use a teacher with at least "
-        f"{student:,} entries"
-    )
-
-
-def top_k_problem(top_k: int, vocabulary: int) -> str:
-    """Return the message for more most likely tokens than the student's vocabulary has."""
-    return (
-        f"teacher.top_k={top_k}: must be at most {vocabulary:,}, the entries of the student's vocabulary; 64 usually "
-        "holds most of the probability"
-    )
 
 
 def loss_problems(
@@ -420,3 +381,20 @@ def chunk_logits(memory_bytes: float) -> int:
     gradient of the head less often.
     """
     return int(2 ** math.floor(math.log2(memory_bytes / _CHUNK_SHARE / _CHUNK_LOGIT_BYTES)))
+
+
+def vocabulary_problem(path: str, teacher: int, student: int) -> str:
+    """Return the message for a teacher with a smaller vocabulary than the student's."""
+    return (
+        f"teacher.path={path}: the teacher's vocabulary has {teacher:,} entries, fewer than the student's "
+        f"{student:,}, so some of the student's tokens have no probability under it; use a teacher with at least "
+        f"{student:,} entries"
+    )
+
+
+def top_k_problem(top_k: int, vocabulary: int) -> str:
+    """Return the message for more most likely tokens than the student's vocabulary has."""
+    return (
+        f"teacher.top_k={top_k}: must be at most {vocabulary:,}, the entries of the student's vocabulary; 64 usually "
+        "holds most of the probability"
+    )

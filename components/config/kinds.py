@@ -39,14 +39,21 @@ from components.config.schema.data import (
 )
 from components.config.schema.model import CausalLMConfig, ModelKind
 from components.config.schema.objective import (
+    CISPOConfig,
     ClassificationConfig,
+    DAPOConfig,
     DistillationConfig,
     DPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
     KTOConfig,
     NextTokenConfig,
     ObjectiveKind,
     ORPOConfig,
+    ReinforcePPConfig,
     RewardConfig,
+    RLOOConfig,
     SimPOConfig,
 )
 from components.config.schema.optimizer import (
@@ -59,6 +66,7 @@ from components.config.schema.optimizer import (
     OptimizerKind,
     SGDConfig,
 )
+from components.config.schema.rollouts import PromptsDataConfig
 
 KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
     "cluster": {
@@ -77,6 +85,7 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         DataKind.preferences: PreferencesDataConfig,
         DataKind.labels: LabelsDataConfig,
         DataKind.tokens: TokensDataConfig,
+        DataKind.prompts: PromptsDataConfig,
     },
     "model": {ModelKind.causal_lm: CausalLMConfig},
     "objective": {
@@ -88,6 +97,13 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         ObjectiveKind.kto: KTOConfig,
         ObjectiveKind.classification: ClassificationConfig,
         ObjectiveKind.reward: RewardConfig,
+        ObjectiveKind.grpo: GRPOConfig,
+        ObjectiveKind.dr_grpo: DrGRPOConfig,
+        ObjectiveKind.dapo: DAPOConfig,
+        ObjectiveKind.cispo: CISPOConfig,
+        ObjectiveKind.gspo: GSPOConfig,
+        ObjectiveKind.rloo: RLOOConfig,
+        ObjectiveKind.reinforce_pp: ReinforcePPConfig,
     },
     "optimizer": {
         OptimizerKind.adamw: AdamWConfig,

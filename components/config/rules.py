@@ -15,7 +15,6 @@ from components.config.compute_rules import (
     async_tp_problems,
     attention_problems,
     compile_problems,
-    distillation_problems,
     float8_problems,
     loss_problems,
     offload_problems,
@@ -28,6 +27,12 @@ from components.config.compute_rules import (
 )
 from components.config.kinds import KINDS, kinds_of
 from components.config.mesh_rules import batch_problems, model_problems, quantized_problems, row_problems
+from components.config.objective_rules import (
+    distillation_problems,
+    policy_problems,
+    preference_problems,
+    score_problems,
+)
 from components.config.schema.data import (
     ChatDataConfig,
     DataConfig,
@@ -40,13 +45,11 @@ from components.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
-from components.config.schema.model import DType, LossMethod, ModelConfig
+from components.config.schema.model import DType, ModelConfig
 from components.config.schema.objective import (
     DistillationConfig,
-    DPOConfig,
-    KTOConfig,
+    PolicyConfig,
     PreferenceConfig,
-    Reference,
     RewardConfig,
     ScoreConfig,
     TeacherConfig,
@@ -54,6 +57,7 @@ from components.config.schema.objective import (
 from components.config.schema.optimizer import AdamW8bitConfig, MuonConfig, OptimizerConfig, Schedule
 from components.config.schema.parallelism import MeshShape, ParallelismConfig
 from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.rollouts import PromptsDataConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, ProfileConfig, WandbMode
 from components.config.schema.training import (
     AnswersConfig,
@@ -64,7 +68,7 @@ from components.config.schema.training import (
     TrainingConfig,
 )
 from components.config.shape import ModelShape
-from components.protocol.errors import ConfigError, field_values
+from components.protocol.errors import ConfigError
 
 
 def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None = None) -> list[str]:
@@ -111,14 +115,18 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         problems += [*_optimizer_problems(optimizer, model, peft), *optimizer.decay_problems(training)]
     problems += _generation_problems(cfg.generation, cfg.data, section(cfg, AnswersConfig))
     takes_pairs = preference is not None or scores is not None
-    problems += _data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
+    takes_prompts = section(cfg, PolicyConfig) is not None
+    problems += _data_problems(
+        cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None, takes_prompts=takes_prompts
+    )
     if preference is not None:
-        problems += _preference_problems(preference, cfg.data, model, peft)
+        problems += preference_problems(preference, cfg.data, model, peft)
     if scores is not None:
-        problems += _score_problems(scores, cfg.data, model, cfg.generation)
+        problems += score_problems(scores, cfg.data, model, cfg.generation)
     if section(cfg, DistillationConfig) is not None:
         cut_at = [] if training is None else list(_sources_of_cut_rows(training, cfg.data))
         problems += distillation_problems(model, section(cfg, TeacherConfig), cut_at)
+    problems += policy_problems(cfg, mesh)
     problems += rope_problems(model, shape)
     problems += router_problems(model, shape, adapts=peft is not None and peft.adapts)
     problems += precision_problems(model, parallelism, section(cfg, TeacherConfig))
@@ -175,12 +183,16 @@ def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEn
         kinds.discard(DataKind.preferences)
     if not any(issubclass(each, ScoreConfig) for each in classes):
         kinds.discard(DataKind.labels)
+    if not any(issubclass(each, PolicyConfig) for each in classes):
+        kinds.discard(DataKind.prompts)
     return kinds
 
 
-def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False) -> list[str]:
-    """Require a held-out split, weights only on sources of a mixture, turns where they are cut, and pairs or labels
-    only if the recipe takes them."""
+def _data_problems(
+    data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False, takes_prompts: bool = False
+) -> list[str]:
+    """Require a held-out split, weights only on sources of a mixture, turns where they are cut, and pairs, labels or
+    prompts only if the recipe takes them."""
     problems = []
     parts = {"data": data}
     if isinstance(data, MixtureDataConfig):
@@ -196,6 +208,12 @@ def _data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = 
         f"or choose another option of {key}"
         for key, part in parts.items()
         if isinstance(part, LabelsDataConfig) and not takes_labels
+    ]
+    problems += [
+        f"{key}.kind={part.kind}: holds prompts without answers, which this recipe does not train on; use "
+        f"recipes/grpo.py, or choose another option of {key}"
+        for key, part in parts.items()
+        if isinstance(part, PromptsDataConfig) and not takes_prompts
     ]
     problems += [
         f"{key}.overlong=keep_last: samples of {key}.kind={part.kind} have no older turns to leave out; set it to "
@@ -320,98 +338,19 @@ def _stage_problems(
     return problems
 
 
-def _preference_problems(
-    objective: PreferenceConfig, data: DataConfig, model: ModelConfig, peft: PeftConfig | None
-) -> list[str]:
-    """Require the data that a preference objective compares, and what its two forward passes and its reference need."""
-    kind, problems = objective.kind, []
-    label = data.label_column if isinstance(data, PreferencesDataConfig) else None
-    if isinstance(objective, KTOConfig) and label is None:
-        problems.append(
-            f"objective.kind={kind}: needs answers with a label; set data.label_column to the column with true and "
-            "false, and data.completion_column to that with the answers"
-        )
-    if not isinstance(objective, KTOConfig) and label is not None:
-        problems.append(
-            f"data.label_column={label}: objective.kind={kind} compares pairs of answers; remove it, or set "
-            "objective=kto"
-        )
-    adapts = peft is not None and peft.adapts
-    reference = objective.reference if isinstance(objective, DPOConfig | KTOConfig) else None
-    if reference is Reference.adapters_off and not adapts:
-        problems.append(
-            f"objective.reference={reference}: the model has no adapters; set objective.reference to precomputed or "
-            "frozen_copy, or peft=lora"
-        )
-    for key in ("path", "modules_to_save") if reference is Reference.adapters_off else ():
-        if peft is not None and (value := field_values(peft)[key]):
-            problems.append(
-                f"objective.reference={reference}: the model without its adapters is not the one that training begins "
-                f"with, because of peft.{key}={value}; set objective.reference=precomputed"
-            )
-    if reference is Reference.frozen_copy and adapts:
-        problems.append(
-            f"objective.reference={reference}: the model without its adapters already is the reference, without a "
-            "second copy; set objective.reference to adapters_off or precomputed"
-            if peft is None or peft.path is None
-            else f"objective.reference={reference}: the reference is the model with the adapter at peft.path, of which "
-            "there is no second copy; set objective.reference=precomputed"
-        )
-    if peft is not None and peft.adapts and peft.dropout:
-        problems.append(
-            f"peft.dropout={peft.dropout}: the two forward passes of objective.kind={kind} would drop different "
-            "values; set peft.dropout=0"
-        )
-    if model.loss == LossMethod.liger:
-        problems.append("model.loss=liger: liger-kernel does not support per-row weights; set model.loss=chunked")
-    return problems
-
-
-def _score_problems(
-    objective: ScoreConfig, data: DataConfig, model: ModelConfig, generation: GenerationConfig
-) -> list[str]:
-    """Require the data that a score objective learns from, and reject settings that a score head does not have."""
-    kind, problems = objective.kind, []
-    if isinstance(objective, RewardConfig):
-        if not isinstance(data, PreferencesDataConfig):
-            problems.append(f"objective.kind={kind}: requires preference pairs; set data=preferences")
-        elif data.label_column is not None:
-            problems.append(
-                f"data.label_column={data.label_column}: objective.kind={kind} requires pairs of answers; remove it"
-            )
-        elif data.pack:
-            problems.append(
-                f"data.pack=true: objective.kind={kind} compares the scores of neighboring rows with one answer each, "
-                "but a packed row holds several; set data.pack=false"
-            )
-    elif not isinstance(data, LabelsDataConfig):
-        problems.append(
-            f"data.kind={data.kind}: objective.kind={kind} learns from labeled texts; set data=labels, or "
-            "objective=reward for preference pairs"
-        )
-    if model.loss not in (LossMethod.auto, LossMethod.logits):
-        problems.append(
-            f"model.loss={model.loss}: there is no LM head; the loss of a score head needs few logits; set "
-            "model.loss=auto"
-        )
-    if generation.prompts or (generation.samples and generation != GenerationConfig()):
-        problems.append("generation: a model with a score head generates no text; remove generation.*")
-    return problems
-
-
 def _best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
-    """Require an evaluation at every checkpoint step, so that each checkpoint has a loss to compare."""
+    """Require an evaluation at every checkpoint step, so that all checkpoints can be compared."""
     if not checkpoint.keep_best:
         return []
     if training.eval_every == 0:
         return [
-            "checkpoint.keep_best=true: needs the evaluation loss of each checkpoint, but training.eval_every=0; set "
+            "checkpoint.keep_best=true: needs an evaluation of each checkpoint, but training.eval_every=0; set "
             "training.eval_every"
         ]
     if checkpoint.every == 0 or checkpoint.every % training.eval_every:
         return [
             f"checkpoint.keep_best=true: needs checkpoint.every={checkpoint.every} to be a multiple of "
-            f"training.eval_every={training.eval_every}, so that each checkpoint has an evaluation loss; change "
+            f"training.eval_every={training.eval_every}, so that each checkpoint has an evaluation; change "
             "checkpoint.every or training.eval_every"
         ]
     return []

@@ -15,7 +15,7 @@ import math
 import re
 import statistics
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +47,8 @@ METRICS, _DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", CHECK, NONFINITE}
 """Keys of a step's line that no other metric may have."""
+_EVALUATED = {"eval_loss", "eval_reward"}
+"""Keys of which the line of an evaluation has one."""
 _CHECK = re.compile(rf', "{CHECK}": "(\d{{1,18}})-([0-9a-f]{{8}})"\}}$')
 _JOINT = re.compile(rb'(?<=\})[^{}"]{0,3}(?=\{)')
 """Boundary of two lines whose newline was lost or overwritten."""
@@ -85,6 +87,11 @@ class RunNumbers:
     def eval_accuracy(self) -> float | None:
         """Held-out accuracy at the end."""
         return self._finite("eval_accuracy")
+
+    @property
+    def eval_reward(self) -> float | None:
+        """Held-out reward at the end; None if it is missing or not finite."""
+        return self._finite("eval_reward")
 
     def _finite(self, key: str) -> float | None:
         value = self.result.get(key)
@@ -138,9 +145,14 @@ class StoredRun(RunNumbers):
         return self.last("tokens")
 
     @property
-    def best_loss(self) -> float | None:
-        """Lowest training loss that was logged."""
-        return min((value for _, value in self.curve("loss") if math.isfinite(value)), default=None)
+    def improves(self) -> str:
+        """Metric that the run improves: reward, the higher the better, or loss."""
+        return "reward" if has_rewards(self.lines) else "loss"
+
+    def best(self, metric: str) -> float | None:
+        """Return the highest reward or the lowest loss that was logged in a step."""
+        values = [value for _, value in self.curve(metric) if math.isfinite(value)]
+        return (max if metric == "reward" else min)(values, default=None)
 
     @property
     def speed(self) -> float | None:
@@ -173,6 +185,15 @@ class StoredRun(RunNumbers):
     def metrics(self) -> set[str]:
         """Names of the metrics that were logged."""
         return {key for line in self.lines for key in line if key != "step" and is_number(line[key])}
+
+
+def has_rewards(lines: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether the objects of metrics.jsonl are of a run whose reward is to be maximized.
+
+    A run whose evaluations have a loss is none: its `reward` is a metric beside the loss, as in KTO.
+    """
+    names = {name for line in lines for name in ("reward", "eval_reward", "eval_loss") if name in line}
+    return bool(names) and "eval_loss" not in names
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -284,7 +305,7 @@ class MetricsLog:
         parsed = _parse(self._content())
         if not (parsed.lines or parsed.damaged) and self._has_saved(step):
             return [f"{METRICS} is missing or empty: the history of steps 1 to {step} is lost"]
-        kept = [line for line in parsed.lines if line.values["step"] < step + ("eval_loss" not in line.values)]
+        kept = [line for line in parsed.lines if line.values["step"] < step + (not _EVALUATED & line.values.keys())]
         messages = list(parsed.problems)
         repeated = [
             line.values["step"] for line in parsed.lines if "loss" in line.values and line.values["step"] > step

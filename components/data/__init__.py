@@ -8,6 +8,7 @@ dataset.py    Dataset: samples of one split in memory or in the token cache (Tok
 packing.py    PackedDataset: several samples per row; SampleOrder, BlockOrder: shuffles that depend on (seed, position)
 labels.py     LabeledTexts, ScoredPairs: texts and pairs with a target at their last token
 pairs.py      PairDataset: a chosen and a rejected answer to each prompt; PackedPairs: several pairs per row
+prompts.py    Prompts: prompts whose answers are sampled; PromptBatches: their order
 token_store/  TokenRows: rows of a corpus that was tokenized before, in many shards that a manifest lists
 batches.py    TrainBatches, EvalBatches: the rows of this rank, padding, the cursor for resuming
 preflight.py  check_files: checks before launch that need neither torch nor pyarrow
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from components.data.packing import BlockOrder, PackedDataset, SampleOrder
     from components.data.pairs import PackedPairs, PairDataset, PairedRows, RowPair, build_pairs, pack_pairs
     from components.data.preflight import check_files
+    from components.data.prompts import PromptBatches, Prompts, RewardedPrompt, build_prompts
     from components.data.token_store.manifest import Manifest, read_manifest
     from components.data.token_store.rows import TokenRows
     from components.data.token_store.writer import index_folder

@@ -118,8 +118,8 @@ class BatchPlan:
     step); `global_batch_size` follows."""
     deals: bool = False
     """Whether rows are dealt to ranks and micro-batches by their cost (`packing.deal_rows`)."""
-    pipelined: bool = False
-    """Whether they go through pipeline stages."""
+    pp: int = 1
+    """Pipeline ranks that they go through."""
     length_ramp: tuple[tuple[int, int], ...] = ()
     """Stages with shorter rows at the start of the run: (steps from the start of the run to its end, tokens a row)."""
     stages: tuple[StageConfig, ...] = ()
@@ -294,7 +294,7 @@ class TrainBatches:
         if (costs := self._costs) is None or (plan := self._plan).dp_size == 1:
             return ""
         steps = [costs(self.global_batch(step)) for step in range(self._step, self._step + _MEASURED_STEPS)]
-        return describe_dealing(steps, plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
+        return describe_dealing(steps, plan.dp_size, plan.micro_batch_size, evenly=plan.pp > 1)
 
     def stages(self, steps: int) -> list[tuple[int, int, list[int]]]:
         """Return each stage of a run of `steps` steps: its first step (0-based), its end, and rows of each source."""
@@ -382,7 +382,7 @@ class TrainBatches:
             count = rows // plan.dp_size
             return self._order.indices(sample + plan.dp_rank * count, count)
         indices = np.array(self._order.indices(sample, rows))
-        dealt = deal_rows(self._costs(indices), plan.dp_size, plan.micro_batch_size, evenly=plan.pipelined)
+        dealt = deal_rows(self._costs(indices), plan.dp_size, plan.micro_batch_size, evenly=plan.pp > 1)
         return indices[dealt[plan.dp_rank].ravel()].tolist()
 
     def _from(self, sample: int, step: int) -> list[Batch]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import os
+import re
+from collections.abc import Collection, Iterator
+from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +23,7 @@ from components.config.schema.data import (
     UnusedKeys,
 )
 from components.config.schema.model import ModelConfig
+from components.config.schema.rollouts import PromptsDataConfig, RewardFunctionsConfig, RewardName
 from components.data.sources.columns import answer_configs, fitted
 from components.data.sources.files import (
     TABLES,
@@ -95,6 +101,83 @@ def check_token_stores(cfg: DataConfig, model: ModelConfig, vocabulary_size: int
         problems += shard_problems(manifest, setting)
         problems += vocabulary_problems(manifest, setting, size=vocabulary_size, tokenizer_hash=tokenizer_hash)
     return problems
+
+
+def reward_columns(cfg: PromptsDataConfig) -> list[str] | None:
+    """Return the columns of local rows as reward functions receive them; None if the rows are not local files.
+
+    Raises ConfigError if the files of the split do not exist.
+    """
+    location = train_location(cfg)
+    if not is_local(location.path) or is_url(location.path):
+        return None
+    columns = [name for name in columns_of(files_of_split(location)[0]) if name != cfg.prompt_column]
+    return [*columns, *([] if cfg.answer_column is None or "answer" in columns else ["answer"])]
+
+
+def check_reward_functions(cfg: RewardFunctionsConfig, columns: Collection[str] | None) -> list[str]:
+    """Return the problems of the reward functions of `cfg`, one message each, without importing the user's code.
+
+    A file must exist, be Python and define the function; the package of a module must be installed or in the current
+    directory. Functions that compare with the data require the column `answer`.
+
+    Args:
+        cfg: The functions.
+        columns: Columns of the data as functions receive them, that is with `answer` if data.answer_column is set; None
+            if they are not known before launch.
+    """
+    problems = list[str]()
+    compares = {RewardName.gsm8k, RewardName.number, RewardName.exact}
+    if re.compile(cfg.pattern).groups:
+        compares.add(RewardName.regex)
+    for name in cfg.functions:
+        module, _, function = name.rpartition(":")
+        if name in compares and columns is not None and "answer" not in columns:
+            present = ", ".join(columns) or "no column"
+            problems.append(
+                f"reward.functions={name}: compares with the column answer, but the data has {present} besides the "
+                "prompt; set data.answer_column to the column with the correct answers"
+            )
+        elif module.endswith(".py"):
+            problems += _check_function_file(f"reward.functions={name}", Path(module), function)
+        elif module:
+            package = module.partition(".")[0]
+            if not PathFinder.find_spec(package, [os.getcwd()]) and not importlib.util.find_spec(package):
+                problems.append(
+                    f"reward.functions={name}: no module named {package!r}; install it, or put it into the current "
+                    f"directory, {os.getcwd()}"
+                )
+    return problems
+
+
+def _check_function_file(setting: str, file: Path, function: str) -> list[str]:
+    """Require a Python file that binds the name of a function; it may do so by assignment or import."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except OSError as error:
+        return [f"{setting}: {file.resolve()} cannot be read: {error.strerror or error}; correct the path"]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return [f"{setting}: {file} is not valid Python: {error}; correct it"]
+    names = set(_bound_names(tree))
+    if any(isinstance(node, ast.AsyncFunctionDef) and node.name == function for node in tree.body):
+        return [f"{setting}: is an async function; must be an ordinary one; call asyncio.run in it"]
+    if function not in names and "*" not in names:
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        return [f"{setting}: {file} must define {function}; it defines {', '.join(functions) or 'no function'}"]
+    return []
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that the statements of a module bind, also in blocks such as `if` and `try`; * for any."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name.partition(".")[0]
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif not isinstance(child, ast.Lambda):
+            yield from _bound_names(child)
 
 
 def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:

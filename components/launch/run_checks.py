@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
 
+from components.config.compose.frozen import read_frozen
 from components.config.compute_rules import top_k_problem, torchao_problems, vocabulary_problem
 from components.config.mesh_rules import fit_micro_batches
 from components.config.model_files import check_adapter, check_settings, check_template, check_weights, locate
@@ -26,17 +27,24 @@ from components.config.schema.model import CausalLMConfig, Float8, Qat, WeightIn
 from components.config.schema.objective import DistillationConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.optimizer import AdamW8bitConfig, CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
-from components.config.schema.recipes import AnswerPromptsConfig, RecipeConfig, TrainConfig, named_models, section
+from components.config.schema.recipes import (
+    AnswerPromptsConfig,
+    GrpoConfig,
+    RecipeConfig,
+    TrainConfig,
+    named_models,
+    section,
+)
 from components.config.schema.run import CheckpointConfig, PeftConfig
 from components.config.schema.training import EvaluationConfig, TasksConfig
 from components.config.shape import ModelShape, read_shape
 from components.config.teacher_files import check_stored_teacher
 from components.conversation import read_prompts
-from components.data.preflight import check_files, check_token_stores
+from components.data.preflight import check_files, check_reward_functions, check_token_stores, reward_columns
 from components.data.sources.files import is_hub_name
 from components.launch.machine import determinism_problems
 from components.protocol.errors import ConfigError
-from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, CONFIG, checkpoint_folders
+from components.protocol.run_files import CHECKPOINT_MANIFEST, CHECKPOINTS, CONFIG, ROLLOUTS, checkpoint_folders
 from components.protocol.secrets import secret_problems
 from components.storage.object_store import package_problems
 
@@ -92,6 +100,7 @@ def problems_before_start(
         problems += _problems_of(lambda: _prompt_problems(cfg.answers.prompts))
     else:
         problems += _problems_of(lambda: check_files(cfg.data))
+        problems += _problems_of(lambda: _reward_problems(cfg))
     problems += _import_problems(cfg) + _task_problems(cfg)
     if not affects(rejected, _MODEL_KEYS | {"model.tokenizer"}):
         problems += check_token_stores(cfg.data, cfg.model, shape.vocab)
@@ -208,6 +217,35 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
                 )
         elif not (path / CHECKPOINT_MANIFEST).is_file():
             problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; set it to RUN/checkpoints/step_N")
+    return problems
+
+
+def _reward_problems(cfg: RecipeConfig) -> list[str]:
+    """Check the reward functions against the columns of the data, and the run whose answers are replayed."""
+    if not isinstance(cfg, GrpoConfig):
+        return []
+    problems = check_reward_functions(cfg.reward, reward_columns(cfg.data))
+    return problems if cfg.rollouts.replay is None else problems + _replay_problems(cfg, cfg.rollouts.replay)
+
+
+def _replay_problems(cfg: GrpoConfig, replay: str) -> list[str]:
+    """Require a run with answers for every step, sampled as this run uses them."""
+    key, run = f"rollouts.replay={replay}", Path(os.path.expanduser(replay))
+    numbers = [int(file.stem) for file in (run / ROLLOUTS).glob("*.safetensors") if file.stem.isdecimal()]
+    if not numbers:
+        return [f"{key}: has no answers in {run / ROLLOUTS}; set it to a run directory of recipes/grpo.py"]
+    other, problems = read_frozen(run / CONFIG, GrpoConfig), list[str]()
+    used = ("group", "batches", "passes", "max_new_tokens", "temperature")
+    values = {f"rollouts.{name}": [getattr(each.rollouts, name) for each in (cfg, other)] for name in used}
+    sizes = [each.training.global_batch_size for each in (cfg, other)]
+    for name, (own, theirs) in {**values, "training.global_batch_size": sizes}.items():
+        if own != theirs:
+            problems.append(f"{name}={own}: the answers of {key} were sampled with {theirs}; set it to that")
+    last = max(numbers) + other.rollouts.updates - 1
+    if cfg.training.max_steps is not None and cfg.training.max_steps > last:
+        problems.append(
+            f"training.max_steps={cfg.training.max_steps}: {key} has answers for {last} steps; lower it to that"
+        )
     return problems
 
 

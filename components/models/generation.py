@@ -82,6 +82,8 @@ class Sampling:
     """Sample only from this many most likely tokens, before `top_p` applies; 0: from all."""
     first_sample: int = 0
     """Number of the sample of the first prompt; those of the next ones follow."""
+    keeps_stop: bool = False
+    """Whether an answer includes the stop token that ended it."""
 
     def choose(self, logits: torch.Tensor, indices: torch.Tensor, position: int) -> torch.Tensor:
         """Return a token for each row, (rows,) int64.
@@ -150,7 +152,7 @@ def generate_tokens(
     sampling: Sampling = _GREEDY,
     ends: Callable[[int, list[int]], bool] = lambda index, answer: False,
 ) -> list[list[int]]:
-    """Return the tokens of the continuation of each prompt, without the prompt and the stop token, on every rank.
+    """Return the tokens of the continuation of each prompt, without the prompt, on every rank.
 
     Prompts given as text are formatted with the tokenizer's chat template if it has one. An answer ends with an
     end-of-text token, with a token that ends answers of the chat template, where `ends` says so, or where the model's
@@ -169,7 +171,7 @@ def generate_tokens(
     stops, context = stop_tokens(model, tokenizer), context_length(model) or 2**31
     encoded = [list(each.tokens) if isinstance(each, Prompt) else encode_prompt(tokenizer, each) for each in prompts]
     rows = [
-        _Row(index, tokens, min(max_new_tokens, context - len(tokens)), partial(ends, index))
+        _Row(index, tokens, min(max_new_tokens, context - len(tokens)), partial(ends, index), sampling.keeps_stop)
         for index, tokens in enumerate(encoded)
     ]
     was_training = model.training
@@ -184,9 +186,8 @@ def generate_tokens(
                 return _in_batches(rows, forward, device, stops, sampling)
             for row in rows:
                 choose = sampling.of_prompt(row.index)
-                for token in stream_tokens(model, stops, row.prompt, row.most, choose, forward):
-                    row.answer.append(token)
-                    if row.ends(row.answer):
+                for token in stream_tokens(model, (), row.prompt, row.most, choose, forward):
+                    if row.take(token, stops):
                         break
     finally:
         model.train(was_training)
@@ -216,14 +217,14 @@ class _Row:
     most: int
     """Maximum length of the answer."""
     ends: Callable[[list[int]], bool]
+    keeps_stop: bool
     answer: list[int] = field(default_factory=list)
 
     def take(self, token: int, stops: Container[int]) -> bool:
-        """Add a token, unless it is a stop token, and return whether the answer is complete."""
-        if token in stops:
-            return True
-        self.answer.append(token)
-        return len(self.answer) >= self.most or self.ends(self.answer)
+        """Add a token, a stop token only if it is kept, and return whether the answer is complete."""
+        if token not in stops or self.keeps_stop:
+            self.answer.append(token)
+        return token in stops or len(self.answer) >= self.most or self.ends(self.answer)
 
 
 def _in_batches(

@@ -2,8 +2,8 @@
 
 reporter.py  one line per log step, the progress bar, metrics.jsonl
 trackers.py  wandb, TensorBoard, MLflow and trackio; their failures never stop a run
-result.py    the start banner; result.json, the summary at the end, peak memory, work lost by restarts, loss.png, the
-             model card
+result.py    the start banner; result.json, the summary at the end, peak memory, work lost by restarts, loss.png or
+             reward.png, the model card
 """
 
 from __future__ import annotations

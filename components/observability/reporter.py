@@ -1,4 +1,4 @@
-"""Reporting of a run's numbers on rank 0: the console, RUN_DIR/metrics.jsonl, loss.png and trackers."""
+"""Reporting of a run's numbers on rank 0: the console, RUN_DIR/metrics.jsonl, its plots and trackers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from rich.text import Text
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import MetricsLog
 from components.observability.result import (
-    TARGET_TOKEN,
-    LossPlot,
     Result,
+    RunPlot,
     lost_work,
     record_first_step,
     record_start,
     summary,
 )
 from components.observability.trackers import Trackers, enabled_trackers
-from components.presentation import PlainConsole
+from components.presentation import TARGET_TOKEN, PlainConsole
 from components.protocol.processes import ATTEMPT
 from components.protocol.run_files import (
     FIRST_STEP,
@@ -77,6 +76,9 @@ class _ReportedStep(Protocol):
 
     @property
     def others(self) -> Mapping[str, float]: ...
+
+    @property
+    def reward(self) -> float | None: ...
 
 
 class _TrafficNumbers(Protocol):
@@ -173,7 +175,7 @@ class Reporter:
 
         Args:
             total_steps: Length of the progress bar; 0: no progress bar, and nothing is trained.
-            title: Title of loss.png; empty: the name of the run directory.
+            title: Title of the plots; empty: the name of the run directory.
         """
         self.enabled = enabled
         width = None if sys.stdout.isatty() else _LOG_WIDTH
@@ -182,7 +184,7 @@ class Reporter:
         attempt = os.environ.get(ATTEMPT)
         self._attempt = None if attempt is None else int(attempt)
         self._metrics = MetricsLog(self._run_dir)
-        self._plot = LossPlot(self._run_dir, title, self._metrics.read) if enabled and logging.plot else None
+        self._plot = RunPlot(self._run_dir, title, self._metrics.read) if enabled and logging.plot else None
         self._trackers = Trackers(enabled_trackers(logging) if enabled else {}, run_dir, self.console)
         self._progress: Progress | None = None
         self._training: TaskID | None = None
@@ -317,6 +319,7 @@ class Reporter:
         self._intervals.append(interval)
         self._write(
             step=metrics.step,
+            **({} if metrics.reward is None else {"reward": metrics.reward}),
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             lr=lr,
@@ -325,11 +328,12 @@ class Reporter:
             **({} if interval.mfu is None else {"mfu": round(interval.mfu, 4)}),
             **metrics.others,
         )
-        # The divergence of a distillation without cross-entropy is its loss.
-        others = [f"{name} {value:.4g}" for name, value in metrics.others.items() if value != metrics.loss]
+        # The divergence of a distillation without cross-entropy is its loss; a loss of 0 equals many metrics.
+        left_out = metrics.loss if metrics.reward is None else None
+        others = [f"{name} {value:.4g}" for name, value in metrics.others.items() if value != left_out]
         self._print_metrics(
             (0, f"step {metrics.step:>6}"),
-            (0, f"loss {_loss_text(metrics.loss)}"),
+            (0, f"loss {_loss_text(metrics.loss)}" if metrics.reward is None else f"reward {metrics.reward:.4f}"),
             (4, f"grad_norm {metrics.grad_norm:.4g}"),
             (6, f"lr {lr:.2g}"),
             (2, f"tokens/s {interval.speed:,.0f}"),
@@ -373,26 +377,31 @@ class Reporter:
         count: int,
         unit: str = TARGET_TOKEN,
         metrics: Mapping[str, float] | None = None,
+        eval_reward: float | None = None,
     ) -> None:
         """Log the result of an evaluation on the held-out split.
 
         Args:
-            count: Number of units (such as target tokens) evaluated; 0: no loss is logged.
-            metrics: Metrics besides the loss, by name; logged with the prefix `eval_`.
+            count: Number of units (such as target tokens) evaluated; 0: nothing is logged.
+            metrics: Metrics besides the loss or reward, by name; logged with the prefix `eval_`.
+            eval_reward: Mean reward, which is logged in place of the loss; None: an evaluation of the loss.
         """
         if self._plot is not None:
             self._plot.unit = unit
         when = f"step {step:>6}" if step or self._trains else ""
         if not count:
-            self.print(f"{when}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
+            self.print(f"{when}  no evaluation: it was stopped, or the samples have no {unit}s")
             return
-        others = {f"eval_{name}": value for name, value in (metrics or {}).items()}
+        name, value, text = "eval_loss", eval_loss, _loss_text(eval_loss)
+        if eval_reward is not None:
+            name, value, text = "eval_reward", eval_reward, f"{eval_reward:.4f}"
+        others = {f"eval_{other}": mean for other, mean in (metrics or {}).items()}
         first = "eval_accuracy" if "eval_accuracy" in others else next(iter(others), "")
-        self._write(step=step, eval_loss=eval_loss, **others)
+        self._write(step=step, **{name: value}, **others)
         self._print_metrics(
             (0, when),
-            (0, f"eval_loss {_loss_text(eval_loss)}"),
-            *((1 if name == first else 3, f"{name} {value:.4g}") for name, value in others.items()),
+            (0, f"{name} {text}"),
+            *((1 if other == first else 3, f"{other} {mean:.4g}") for other, mean in others.items()),
             (2, f"over {count:,} held-out {unit}s"),
         )
         if self._plot is not None and self._held is None:
@@ -437,7 +446,7 @@ class Reporter:
             self.print(f"\nprompt: {prompt}\nanswer {when}: {answer}")
 
     def finish(self, result: Result) -> None:
-        """Add the throughput to `result`, write result.json and loss.png, and print the summary."""
+        """Add the throughput to `result`, write result.json and the plots, and print the summary."""
         if not self.enabled:
             return
         self.accept_start()

@@ -1,4 +1,4 @@
-"""The start banner of a run, and its end: result.json, summary, peak memory, lost work, loss.png, and model card.
+"""The start banner of a run, and its end: result.json, summary, peak memory, lost work, plots, and model card.
 
 Restarts lose work: steps that are taken again, and the time until training goes on.
 """
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -24,17 +24,15 @@ from rich.console import Console
 from rich.table import Table
 
 from components.config.schema.parallelism import MeshShape, describe_processes
-from components.config.stored_run import MetricsLog
+from components.config.stored_run import MetricsLog, has_rewards
 from components.json_collectives import all_gather_json
 from components.presentation import (
-    LOSS,
     MISSING,
-    draw_curves,
+    TARGET_TOKEN,
     expert_figure,
-    figure_text,
-    finish_axes,
     has_matplotlib,
-    new_figure,
+    loss_figure,
+    reward_figure,
     save_figure,
 )
 from components.protocol.run_files import (
@@ -48,17 +46,11 @@ from components.protocol.run_files import (
 from components.protocol.safe_parsing import load_yaml, read_regular
 from components.protocol.secrets import secret_problems
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _PROGRESS = "progress.json"
 """File in the logs of an attempt: when it began and took its first step, and what it takes again."""
 _VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
-TARGET_TOKEN = "target token"
-"""Unit of losses whose label has their unit, nats."""
 _UPDATE_SECONDS = 60.0
 """Minimum time between two plots during a run."""
-_Curve = list[tuple[int, float]]
 _LONGEST_SUBJECT = 14
 """Maximum number of characters of a note's subject, which is the name of its row; "note" is that of other notes."""
 
@@ -180,8 +172,16 @@ class Result:
     """Scores of benchmark tasks (evaluation.tasks) at the end, by TASK/METRIC."""
     first_eval_loss: float | None = None
     """Held-out loss before the first step."""
+    first_reward: float | None = None
+    """Mean reward of the first step; None in a run without rewards, as the other rewards."""
+    last_reward: float | None = None
+    """Mean reward of the last step."""
+    first_eval_reward: float | None = None
+    """Held-out reward before the first step."""
+    eval_reward: float | None = None
+    """Held-out reward at the end."""
     stopped_early: bool = False
-    """The held-out loss stopped improving (training.early_stop_patience)."""
+    """Evaluations stopped improving (training.early_stop_patience)."""
     skipped_steps: int = 0
     """Steps whose update was skipped because the gradients were not finite, or because of training.skip_spikes."""
     spikes: int = 0
@@ -204,19 +204,27 @@ def summary(result: Result, run_dir: Path) -> str:
     steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
     doing = f"{steps} on "
     if result.last_loss is None and not result.skipped_steps:  # nothing is trained
-        doing = "evaluated on " if result.eval_loss is not None or result.tasks else ""
+        evaluated = result.eval_loss is not None or result.eval_reward is not None or result.tasks
+        doing = "evaluated on " if evaluated else ""
         doing = f"evaluated step {result.steps} on " if result.steps else doing
     first = f"{result.status}: {doing}{describe_processes(result.processes)} in {result.wall_seconds:.0f} s"
     parts = []
-    if result.first_loss is not None and result.last_loss is not None:
+    if result.first_reward is not None and result.last_reward is not None:  # in place of the loss, which means nothing
+        parts.append(f"reward {result.first_reward:.3f} to {result.last_reward:.3f}")
+    elif result.first_loss is not None and result.last_loss is not None:
         parts.append(f"loss {_short(result.first_loss)} to {_short(result.last_loss)}")
-    if result.eval_loss is not None:
+    if result.eval_reward is not None:
+        change = f"{result.first_eval_reward:.3f} to " if result.first_eval_reward is not None else ""
+        parts.append(f"held-out reward {change}{result.eval_reward:.3f}")
+    elif result.eval_loss is not None:
         before = result.first_eval_loss
         change = f"{_short(before)} to " if before is not None else ""
         share = f" ({(result.eval_loss - before) / before:+.0%})" if before else ""
         parts.append(f"held-out loss {change}{_short(result.eval_loss)}{share}")
-    if result.tokens_per_second:
-        parts.append(f"{result.tokens_per_second:,.0f} {result.counted_tokens} tokens/s")
+    if result.tokens_per_second:  # with rewards, the targets of a step are the answers that it samples and trains on
+        counted = f"{result.counted_tokens} tokens/s"
+        counted = counted if result.last_reward is None else "answer tokens/s with sampling"
+        parts.append(f"{result.tokens_per_second:,.0f} {counted}")
     if result.mfu is not None:
         parts.append(f"MFU {result.mfu:.1%}")
     if result.restarts:
@@ -305,8 +313,8 @@ def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str, 
 
     Args:
         run_dir: Folder with config.yaml, environment.json and metrics.jsonl, all optional.
-        state: Training state when the weights were saved: step, tokens, skipped, first_loss, last_loss, optimizer, and
-            the dtype of the parameters. Evaluations after that step are left out.
+        state: Training state when the weights were saved: step, tokens, skipped, the first and last loss and reward,
+            optimizer, and the dtype of the parameters. Evaluations after that step are left out.
         mesh: Description of the mesh that the weights were trained on.
         averaged: Whether the weights are the run's moving average.
     """
@@ -338,7 +346,7 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None, stored_dtype
     objective = _get(config, "objective") or {}
     kind = str(objective.get("kind") or "")
     unit = {"classification": "texts", "kto": "answers"}.get(kind, "pairs" if "chosen_column" in data else "sequences")
-    unit = "packed rows" if data.get("pack") else unit
+    unit = "packed rows" if data.get("pack") else "answers" if "rollouts" in config else unit
     settings = [f"{key} {value}" for key, value in objective.items() if key != "kind" and value not in (None, 0)]
     teacher = _get(config, "teacher") or {}
     stored = teacher.get("stored") and f"its most likely tokens, stored in {teacher['stored']}"
@@ -378,13 +386,14 @@ def _of_state(state: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any
     max_steps, epochs = (_get(config, "training", key) for key in ("max_steps", "epochs"))
     counted = "input" if _get(config, "objective", "kind") in ("classification", "reward") else "target"
     step, tokens = state.get("step"), state.get("tokens")
-    first, last = state.get("first_loss"), state.get("last_loss")
+    name = "loss" if state.get("last_reward") is None else "reward"
+    first, last = state.get(f"first_{name}"), state.get(f"last_{name}")
     planned = f" of {max_steps}" if max_steps is not None else ""
     planned = f" of a run of {epochs} epochs" if epochs is not None else planned
     return {
         "optimizer steps": f"{step}{planned}" if step is not None else None,
         f"{counted} tokens": f"{tokens:,}" if tokens is not None else None,
-        "loss": f"{_loss_text(first)} in the first step, {_loss_text(last)} in the last"
+        name: f"{_loss_text(first)} in the first step, {_loss_text(last)} in the last"
         if first is not None and last is not None
         else None,
         "skipped updates": state.get("skipped") or None,
@@ -392,15 +401,16 @@ def _of_state(state: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any
 
 
 def _of_evaluations(metrics: Path, step: int | None) -> dict[str, Any]:
-    """Return the first and the last held-out loss up to the step of the weights: the run may have continued."""
+    """Return the first and last held-out loss or reward up to the step of the weights: the run may have continued."""
     lines: list[dict[str, Any]] = []
     with suppress(OSError):
         lines = MetricsLog(metrics.parent).read()
-    held_out = [line for line in lines if "eval_loss" in line and (step is None or line["step"] <= step)]
-    losses = [
-        f"{_loss_text(each['eval_loss'])} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]
+    name = "reward" if has_rewards(lines) else "loss"
+    held_out = [line for line in lines if f"eval_{name}" in line and (step is None or line["step"] <= step)]
+    values = [
+        f"{_loss_text(each[f'eval_{name}'])} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]
     ]
-    return {"held-out loss": ", ".join(losses)}
+    return {f"held-out {name}": ", ".join(values)}
 
 
 def _loss_text(loss: float) -> str:
@@ -444,12 +454,12 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-class LossPlot:
-    """RUN_DIR/loss.png, and experts.png of a mixture, redrawn by a thread during the run, and once more at its end."""
+class RunPlot:
+    """RUN_DIR/loss.png, or reward.png, and experts.png of a mixture; a thread redraws them during the run."""
 
     def __init__(self, run_dir: Path, title: str, read: Callable[[], list[dict[str, Any]]]) -> None:
         """Plot what `read` returns, the objects of metrics.jsonl; without a title the name of the run directory."""
-        self._file, self._title, self._read = run_dir / "loss.png", title or run_dir.name, read
+        self._folder, self._title, self._read = run_dir, title or run_dir.name, read
         self.unit = TARGET_TOKEN
         """What a loss is a mean over; set by the first evaluation."""
         self._thread: threading.Thread | None = None
@@ -460,7 +470,7 @@ class LossPlot:
         now = time.monotonic()
         if now >= self._next and not (self._thread and self._thread.is_alive()):
             self._next = now + _UPDATE_SECONDS
-            self._thread = threading.Thread(target=self._draw, name="loss.png", daemon=True)
+            self._thread = threading.Thread(target=self._draw, name="plot", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -477,22 +487,12 @@ class LossPlot:
         metrics = self._read()
         if not has_matplotlib():
             return f"no plot: {MISSING}"
-        name = "divergence" if any("eval_divergence" in line for line in metrics) else "loss"
-        training = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
-        held_out = [(line["step"], line[f"eval_{name}"]) for line in metrics if line.get(f"eval_{name}") is not None]
-        if not training and not held_out:
-            return "no plot: no loss was logged"
-        save_figure(_figure(training, held_out, self._title, self.unit, name), self._file)
+        name, figure = "loss", loss_figure(metrics, self._title, self.unit)
+        if has_rewards(metrics):
+            name, figure = "reward", reward_figure(metrics, self._title)
+        if figure is None:
+            return f"no plot: no {name} was logged"
+        save_figure(figure, self._folder / f"{name}.png")
         if (experts := expert_figure(metrics, self._title)) is not None:
-            save_figure(experts, self._file.with_name("experts.png"))
+            save_figure(experts, self._folder / "experts.png")
         return None
-
-
-def _figure(training: _Curve, held_out: _Curve, title: str, unit: str = TARGET_TOKEN, name: str = "loss") -> Figure:
-    """Return a figure of the two curves, each a list of (optimizer step, value of the metric `name`)."""
-    figure = new_figure(7, 4)
-    axes = figure.add_subplot()
-    draw_curves(axes, {"training": training, "held out": held_out})
-    axes.set_title(figure_text(title, 64), fontsize="medium")
-    finish_axes(axes, ylabel=LOSS if (name, unit) == ("loss", TARGET_TOKEN) else f"{name} per {unit}")
-    return figure

@@ -17,6 +17,9 @@ optimizers/          AdamW, learning-rate schedules, gradient norm and clipping,
 state.py             counters saved with every checkpoint, the timer of saves, and metrics read some steps later
 loss.py              count_targets; re-exports reduce_loss (distributed/collectives.py)
 sync.py              re-exports get_sync_ctx (distributed/fsdp.py)
+rollouts.py          Rollouts: answers sampled from the model in training, their rewards and advantages
+answers.py           Answers: the answers of a batch, their file, and the micro-batches of a rank
+rewards.py           RewardFunctions: functions that reward answers, in a worker process
 harness.py           load_tasks, evaluate_tasks: benchmark tasks of lm-eval by name, on any mesh, and their scores
 mesh_lm.py           MeshLM: lm-eval's interface to a model; the only file that needs lm-eval at import
 """
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from components.training.objectives.cross_entropy import Classification, Reward, build_scoring
     from components.training.objectives.distillation import Distillation
     from components.training.objectives.loss_head import LossHead, attach_loss_head
+    from components.training.objectives.policy import PolicyLoss, SampledLoss, build_policy
     from components.training.objectives.preference import DPO, KTO, ORPO, Preference, SimPO
     from components.training.objectives.reference_model import build_preference, with_reference
     from components.training.objectives.teacher import build_distillation, teacher_run_config
@@ -63,6 +67,8 @@ if TYPE_CHECKING:
         prepare_frozen,
     )
     from components.training.prepared import Prepared, StepSettings, autocast_dtype, compute_dtype, stored_dtype
+    from components.training.rewards import RewardFunctions
+    from components.training.rollouts import Rollouts
     from components.training.routers import Routers, attach_routers
     from components.training.run import Run, Step
     from components.training.state import (

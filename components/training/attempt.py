@@ -136,7 +136,9 @@ class Attempt(RunContext):
         self.state = TrainState()
         """Counters of the run, summed over all its attempts."""
         self.eval_loss: float | None = None
-        """Held-out loss of the last evaluation; None if it was stopped or had no units."""
+        """Held-out loss of the last evaluation; None if it was stopped, had no units, or was of rewards."""
+        self.eval_reward: float | None = None
+        """Held-out reward of the last evaluation; None if it was stopped, had no units, or was of a loss."""
         self._eval_accuracy: float | None = None
         self._task_scores: dict[str, float] = {}
         self._report: observability.Reporter
@@ -209,15 +211,17 @@ class Attempt(RunContext):
         return f"after {self.state.step} steps"
 
     def report_eval(self, measured: Evaluation) -> None:
-        """Log an evaluation; one that was stopped has no loss."""
+        """Log an evaluation; one that was stopped has neither loss nor reward."""
         self._report.evaluation(
             step=self.state.step,
             eval_loss=measured.loss,
             count=measured.count,
             unit=measured.unit,
             metrics=measured.metrics,
+            eval_reward=measured.reward,
         )
-        self.eval_loss = measured.loss if measured.count else None
+        self.eval_loss = measured.loss if measured.count and measured.reward is None else None
+        self.eval_reward = measured.reward if measured.count else None
         self._eval_accuracy = measured.metrics.get("accuracy") if measured.count else None
 
     def report_tasks(self, scores: TaskScores) -> None:
@@ -261,6 +265,10 @@ class Attempt(RunContext):
                 last_loss=self.state.last_loss,
                 first_eval_loss=self.state.first_eval_loss,
                 eval_loss=self.eval_loss,
+                first_reward=self.state.first_reward,
+                last_reward=self.state.last_reward,
+                first_eval_reward=self.state.first_eval_reward,
+                eval_reward=self.eval_reward,
                 eval_accuracy=self._eval_accuracy,
                 tasks=self._task_scores,
                 stopped_early=self.stopped_early,
@@ -304,7 +312,7 @@ class EvaluationRun(Attempt):
         self._enter(self._report, self._stop, self._watch)
 
     def report_eval(self, measured: Evaluation) -> None:
-        """Log an evaluation; one that was stopped has no loss."""
+        """Log an evaluation; one that was stopped has neither loss nor reward."""
         self._report.accept_start()
         super().report_eval(measured)
 

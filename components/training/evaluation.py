@@ -41,13 +41,16 @@ class Evaluation:
     """Result of a pass over held-out data; the same on every rank."""
 
     loss: float
-    """Mean loss per unit, of a distillation the cross-entropy of the data; NaN if there are no units."""
+    """Mean loss per unit, of a distillation the cross-entropy of the data; NaN if there are no units, and ignored with
+    a reward."""
     count: int
     """Units over all ranks; 0 if the pass was stopped."""
     unit: str = PLAIN.unit
     """Name of a unit, for logs."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over units of the objective's additional metrics."""
+    reward: float | None = None
+    """Mean reward of generated answers, which training increases; None: an evaluation of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,9 @@ def _free_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def generation_forward(model: Prepared, run: RunContext, rows: int) -> Iterator[models.RowsForward]:
+def generation_forward(
+    model: Prepared, run: RunContext, rows: int, *, reports: bool = True
+) -> Iterator[models.RowsForward]:
     """Context of a forward for generation; the ranks divide prompts over dp and cp. A collective.
 
     FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
@@ -246,6 +251,7 @@ def generation_forward(model: Prepared, run: RunContext, rows: int) -> Iterator[
 
     Args:
         rows: Most answers that a rank generates at once.
+        reports: Whether to print the line.
     """
     mesh = run.mesh
     with ExitStack() as stack:
@@ -254,7 +260,7 @@ def generation_forward(model: Prepared, run: RunContext, rows: int) -> Iterator[
         if model.pipeline is not None:
             yield models.RowsForward(model.pipeline.logits, keeps_cache=False, stopped=run.agreed_to_stop)
             return
-        gathered = _gathers_once(model, run)
+        gathered = _gathers_once(model, run if reports else RunContext(run.mesh, run.device))
         if gathered:
             stack.enter_context(distributed.unshard_fsdp2_model(model.module))
         yield models.RowsForward(

@@ -22,6 +22,7 @@ from components.config.schema.model import NO_FLEX_BACKWARD, Attention, DType, F
 from components.config.schema.objective import (
     DistillationConfig,
     ObjectiveConfig,
+    PolicyConfig,
     ScoreConfig,
 )
 from components.config.schema.optimizer import OptimizerConfig
@@ -225,8 +226,9 @@ def _stored_dtype(cfg: RecipeConfig, run: RunContext) -> DType:
 
 
 def _model_config(cfg: RecipeConfig) -> ModelConfig:
-    """Return the model section; distillation needs both models' logits in the same chunks."""
-    return cfg.model if section(cfg, DistillationConfig) is None else replace(cfg.model, loss=LossMethod.chunked)
+    """Return the model section; losses that use values of each token are computed in chunks of tokens."""
+    takes_values = section(cfg, DistillationConfig) or section(cfg, PolicyConfig)
+    return replace(cfg.model, loss=LossMethod.chunked) if takes_values else cfg.model
 
 
 def prepare_frozen(cfg: TrainConfig, run: RunContext, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
@@ -236,7 +238,7 @@ def prepare_frozen(cfg: TrainConfig, run: RunContext, vocabulary: int, model: Mo
         vocabulary: Vocabulary size of the tokenizer.
         model: The model; None: the config's model before training, also in a run that resumes.
     """
-    model = model or replace(cfg.model, dtype=_stored_dtype(cfg, run))
+    model = model or replace(_model_config(cfg), dtype=_stored_dtype(cfg, run))
     prepared = prepare(frozen_config(cfg, model), RunContext(run.mesh, run.device), vocabulary)
     prepared.module.requires_grad_(False).eval()
     return prepared

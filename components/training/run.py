@@ -73,7 +73,7 @@ class Run(Attempt):
     def _batch_plan(self, mesh: Mesh, device: torch.device) -> data.BatchPlan:
         padding = data.Padding.on(device, mesh.sequence_multiple, self.cfg.training.seq_len)
         plan = data.BatchPlan.of(self.cfg.training, self.cfg.data, mesh.rank("dp"), mesh.size("dp"), padding)
-        return replace(plan, deals=self.cfg.data.balance is Balance.auto, pipelined=mesh.size("pp") > 1)
+        return replace(plan, deals=self.cfg.data.balance is Balance.auto, pp=mesh.size("pp"))
 
     def _find_checkpoint(self, folder: str) -> Path | None:
         self._mirror = checkpoint.Mirror.open(self.cfg.checkpoint, folder)
@@ -270,8 +270,9 @@ class Run(Attempt):
     def log(self, step: Step, **values: torch.Tensor | float) -> None:
         """Log additional values of a step to metrics.jsonl and the trackers. Call it before `step.done`.
 
-        Device scalars are read with the step's other metrics, so the host does not wait. Values are not reduced over
-        ranks: those of rank 0 are logged.
+        `reward` is the mean reward of the step's answers, which is reported in place of the loss. Device scalars are
+        read with the step's other metrics, so the host does not wait. Values are not reduced over ranks: those of rank
+        0 are logged.
         """
         if step.is_done:
             raise RuntimeError(
@@ -285,18 +286,18 @@ class Run(Attempt):
         self._reader.log(values)
 
     def report_eval(self, measured: Evaluation) -> None:
-        """Log an evaluation; one that was stopped has no loss."""
+        """Log an evaluation; one that was stopped has neither loss nor reward."""
         self._read_all()
         policy = self.cfg.training
         if policy.early_stop_patience is not None and self.state.step % policy.eval_every == 0:
-            # Rank 0's loss on all ranks: a difference in the last bit must not let them decide differently.
-            loss = broadcast_json(measured.loss if measured.count else None)
-            self.state.count_eval(loss, policy.early_stop_min_delta)
+            # Rank 0's numbers on all ranks: a difference in the last bit must not let them decide differently.
+            loss, reward = broadcast_json([measured.loss, measured.reward] if measured.count else [None, None])
+            self.state.count_eval(loss, policy.early_stop_min_delta, reward)
             count = {"without_improvement": float(self.state.evals_without_improvement)}
             measured = replace(measured, metrics={**measured.metrics, **count})
         super().report_eval(measured)
         self._evaluated_step = self.state.step
-        self.state.begin(self.eval_loss)
+        self.state.begin(self.eval_loss, self.eval_reward)
         if self.stopped_early:
             self.print(f"stopped early: no improvement in {self.state.evals_without_improvement} evaluations")
 
@@ -307,7 +308,7 @@ class Run(Attempt):
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the held-out loss stopped improving (training.early_stop_patience); the same on every rank."""
+        """Whether evaluations stopped improving (training.early_stop_patience); the same on every rank."""
         patience = self.cfg.training.early_stop_patience
         is_last = self.state.step >= self.total_steps
         return patience is not None and not is_last and self.state.evals_without_improvement >= patience
@@ -317,17 +318,18 @@ class Run(Attempt):
         """Whether to evaluate after the loop: the run is complete, and its last step was not evaluated yet."""
         return not self.stopped and self._evaluated_step != self.state.step
 
-    @property
-    def _eval_loss_of_step(self) -> float | None:
-        """Held-out loss after the current step; None if it was not evaluated, or not to the end."""
-        return self.eval_loss if self._evaluated_step == self.state.step and not self.stopped else None
+    def _mark(self, *, ephemeral: bool = False) -> checkpoint.Mark:
+        """Return the mark of a checkpoint, with the evaluation after the current step if there was a complete one."""
+        if self._evaluated_step != self.state.step or self.stopped:
+            return checkpoint.Mark(ephemeral=ephemeral)
+        return checkpoint.Mark(self.eval_loss, ephemeral, self.eval_reward)
 
     def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, with its held-out loss if it was evaluated before. A collective.
+        """Save a checkpoint after a step, with its evaluation if it was evaluated before. A collective.
 
         A stop request that arrives during a save in the foreground ends the run after this step, without another save.
         """
-        folder = self._save(checkpoint.Mark(self._eval_loss_of_step, ephemeral=not step.save_is_scheduled))
+        folder = self._save(self._mark(ephemeral=not step.save_is_scheduled))
         if folder is not None and self._stop.agreed(wait=True):
             self._last_save = folder
 
@@ -373,7 +375,7 @@ class Run(Attempt):
         if self._last_save is not None:
             self._saver.copy(self._last_save)
         elif is_new and (self.cfg.checkpoint.last or self.stopped):
-            self._last_save = self._save(checkpoint.Mark(self._eval_loss_of_step), last=True)
+            self._last_save = self._save(self._mark(), last=True)
         elif is_new:
             self._compare_replicas()  # the export must not hold wrong numbers either
         elif self._own_checkpoint is not None:

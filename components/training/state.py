@@ -19,6 +19,8 @@ from components.protocol.failures import StatedFailure
 
 FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt", "save", "seconds_at_peak")
 """First elements of a step's vector, in this order; the metrics of the objective follow."""
+_REWARD = "reward"
+"""Name under which a recipe logs the mean reward of a step's answers (run.log)."""
 
 
 class NonFiniteGradients(StatedFailure, FloatingPointError):
@@ -45,31 +47,50 @@ class TrainState:
     """Loss of the last recorded step."""
     first_eval_loss: float | None = None
     """Held-out loss before the first step; None if it was not evaluated."""
+    first_reward: float | None = None
+    """Mean reward of the first step that logged one; None without rewards, as the other rewards."""
+    last_reward: float | None = None
+    """Mean reward of the last recorded step that logged one."""
+    first_eval_reward: float | None = None
+    """Held-out reward before the first step."""
     optimizer: str | None = None
     """Class names of the optimizers, for the model card; None before the run begins."""
     attention_kernel: str | None = None
     """Attention kernel chosen by measurement, which a resumed run keeps; None: none was measured."""
     best_eval_loss: float | None = None
     """Lowest held-out loss that counted as an improvement; only with training.early_stop_patience."""
+    best_eval_reward: float | None = None
+    """Highest held-out reward that counted as one; only with training.early_stop_patience."""
     evals_without_improvement: int = 0
     """Consecutive scheduled evaluations without an improvement; only with training.early_stop_patience."""
     counted_eval_step: int = -1
     """Step of the last evaluation that was counted; a resumed run evaluates the same step again."""
 
-    def count_eval(self, eval_loss: float | None, min_delta: float) -> None:
-        """Count an evaluation after the current step towards training.early_stop_patience, once per step."""
-        if eval_loss is None or self.step <= self.counted_eval_step:
+    def count_eval(self, eval_loss: float | None, min_delta: float, eval_reward: float | None = None) -> None:
+        """Count an evaluation after the current step towards training.early_stop_patience, once per step.
+
+        A higher reward or, without rewards, a lower loss is an improvement. Without either, the evaluation was stopped,
+        and does not count.
+        """
+        has_reward = eval_reward is not None
+        value, best = (eval_reward, self.best_eval_reward) if has_reward else (eval_loss, self.best_eval_loss)
+        if value is None or self.step <= self.counted_eval_step:
             return
         self.counted_eval_step = self.step
-        if math.isfinite(eval_loss) and (self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta):
-            self.best_eval_loss, self.evals_without_improvement = eval_loss, 0
-        else:
+        sign = 1 if has_reward else -1
+        if not math.isfinite(value) or (best is not None and sign * value <= sign * best + min_delta):
             self.evals_without_improvement += 1
+            return
+        self.evals_without_improvement = 0
+        if has_reward:
+            self.best_eval_reward = value
+        else:
+            self.best_eval_loss = value
 
-    def begin(self, eval_loss: float | None) -> None:
-        """Set `first_eval_loss` if no step was done yet, that is unless the attempt resumed from a checkpoint."""
+    def begin(self, eval_loss: float | None, eval_reward: float | None = None) -> None:
+        """Set the first held-out numbers if no step was done yet, that is unless the attempt resumed."""
         if self.step == 0:
-            self.first_eval_loss = eval_loss
+            self.first_eval_loss, self.first_eval_reward = eval_loss, eval_reward
 
     def record(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step to the counters."""
@@ -80,6 +101,10 @@ class TrainState:
         self.last_loss = metrics.loss
         if self.first_loss is None:
             self.first_loss = metrics.loss
+        if metrics.reward is not None:
+            self.last_reward = metrics.reward
+            if self.first_reward is None:
+                self.first_reward = metrics.reward
 
     def raise_if_diverged(self, metrics: StepMetrics, policy: TrainingConfig) -> None:
         """Raise NonFiniteGradients if `training.stop_after_skipped` consecutive updates were skipped.
@@ -179,7 +204,10 @@ class StepMetrics:
     is_spike: bool = False
     """The update was skipped because of training.skip_spikes."""
     others: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the objective and values logged by the recipe, by name."""
+    """Metrics of the objective and values logged by the recipe, by name, without the reward."""
+    reward: float | None = None
+    """Mean reward of the step's answers, which the recipe logged; None if it logged none. A metric of the objective
+    with the name `reward` is among the others."""
 
     @property
     def must_stop(self) -> bool:
@@ -230,11 +258,19 @@ class StepReader:
     def push(self, step: int, numbers: StepNumbers, began: float, drain: bool = False) -> list[StepMetrics]:
         """Start the copy of a step's metrics, and return those of step `step - lag` if there is one.
 
+        Raises ValueError if a logged value has the name of one of the step's metrics, which it would replace.
+
         Args:
             began: `time.perf_counter()` at the start of the step.
             drain: Wait for the device and return this step's metrics too, after those still pending. Used before an
                 evaluation or a save.
         """
+        metrics = [name for name in numbers.names if name not in FIELDS]
+        if taken := [name for name in metrics if name in self._logged]:
+            raise ValueError(
+                f"run.log(step, {taken[0]}=...): {taken[0]} is a metric of the objective or the model; choose another "
+                f"name than {', '.join(metrics)}"
+            )
         copy, logged = HostCopy(numbers.vector), self._logged
         arrived = [self._pop()] if 0 < self.lag == len(self._pending) else []  # the host may wait here
         seconds = time.perf_counter() - began + self._waited
@@ -256,6 +292,7 @@ class StepReader:
             name: float(value.read()) if isinstance(value, HostCopy) else value
             for name, value in pending.logged.items()
         }
+        reward = logged.pop(_REWARD, None)
         return StepMetrics(
             step=pending.step,
             loss=values["loss"],
@@ -269,6 +306,7 @@ class StepReader:
             seconds_at_peak=values["seconds_at_peak"],
             is_spike=values["skipped"] > 1,
             others={name: values[name] for name in pending.names if name not in FIELDS} | logged,
+            reward=reward,
         )
 
 

@@ -106,7 +106,8 @@ def train_step(
     parts = (3, 3 + len(objective.metrics) * (rows is None))
     flags, metrics, loads = sum_over_ranks(torch.cat(ended)).tensor_split(parts)
     tokens, metrics = (totals[2:3], metrics) if measured is None else (measured[:1], measured[1:])
-    vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[3:], metrics / units])
+    metrics = metrics / (targets if objective.metrics_per_target else units)
+    vector = torch.cat([loss / units, norm, tokens, skipped, flags, totals[3:], metrics])
     step = StepNumbers(vector, (*FIELDS, *objective.metrics))
     return step if routers is None else routers.end_step(step, loads)
 

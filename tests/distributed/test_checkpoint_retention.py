@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 import subprocess
@@ -198,6 +199,17 @@ def test_list_reports_every_checkpoint_with_its_state_and_retention_reason(run_d
     stamp = Manifest.read(run_dir / "checkpoints" / "step_9").saved
     assert stamp.startswith("20")
     assert stamp in rows["step_9"]
+
+
+def test_list_shows_rewards_of_a_run_with_rewards(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
+    for step, reward in ((10, 0.25), (11, 0.75), (12, math.nan)):
+        save_checkpoint(run_dir, step, *build_run(), {}, CheckpointConfig(keep=9), Mark(eval_reward=reward))
+    status, output = call("list")
+    rows = {line.split()[0]: line for line in output.splitlines()}
+    assert (status, "eval reward" in rows["checkpoint"], "eval loss" in rows["checkpoint"]) == (0, True, False)
+    assert "0.7500 best" in " ".join(rows["step_11"].split())
+    assert "best" not in rows["step_2"]  # which has the lowest loss
+    assert Manifest.read(run_dir / "checkpoints" / "step_12").eval_reward is None
 
 
 def test_verify_names_damaged_files(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:

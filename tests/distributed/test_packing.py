@@ -95,7 +95,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, routers=loss, loss_head=head)
     rows, dp = packed(), (mesh.rank("dp"), mesh.size("dp"))
     # Rows in the places that a run gives them: the reference takes them as they are drawn.
-    batches = batches_of(rows, *dp, deals=True, pipelined=mesh.size("pp") > 1)
+    batches = batches_of(rows, *dp, deals=True, pp=mesh.size("pp"))
     step = one_step(model, called, batches.at(0), settings)
     padding = data.Padding(multiple=mesh.sequence_multiple)
     plan = data.BatchPlan(

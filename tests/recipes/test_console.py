@@ -21,7 +21,8 @@ from components.config.schema.parallelism import MeshShape
 from components.config.schema.run import LoggingConfig
 from components.config.stored_run import run_title
 from components.observability import Reporter
-from components.observability.result import LossPlot, _figure
+from components.observability.result import RunPlot
+from components.presentation import TARGET_TOKEN, loss_figure
 from tests.suites import in_torture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +109,7 @@ def test_quiet_run_prints_only_its_summary(tmp_path: Path) -> None:
 
 
 def test_plot_is_updated_during_a_run(tmp_path: Path) -> None:
-    plot = LossPlot(tmp_path, "title", lambda: [{"step": 1, "loss": 2.0}])
+    plot = RunPlot(tmp_path, "title", lambda: [{"step": 1, "loss": 2.0}])
     plot.update()
     plot.wait()
     picture = tmp_path / "loss.png"
@@ -125,14 +126,15 @@ def test_plot_names_the_unit_of_the_evaluated_loss(tmp_path: Path) -> None:
     labels = []
     for unit in ("target token", "pair"):
         report.evaluation(step=0, eval_loss=0.7, count=3, unit=unit)
-        labels.append(_figure([(1, 0.7)], [], "title", report._plot.unit).axes[0].get_ylabel())
+        figure = loss_figure([{"step": 1, "loss": 0.7}], "title", report._plot.unit)
+        labels.append(figure.axes[0].get_ylabel())
     report._plot.wait()
     assert labels == ["loss per target token (nats)", "loss per pair"]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 400])
 def test_plot_has_integer_step_ticks(steps: int) -> None:
-    figure = _figure([(step, 1.0 / step) for step in range(1, steps + 1)], [], "title")
+    figure = loss_figure([{"step": step, "loss": 1.0 / step} for step in range(1, steps + 1)], "title", TARGET_TOKEN)
     assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import os
 import random
@@ -24,7 +25,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import meshbook
-from meshbook.notebook import _failed_points, _overrides
+from components.config.stored_run import MetricsLog
+from meshbook.notebook import _STEP, _failed_points, _overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -203,6 +205,42 @@ def test_sweep_is_shown_with_its_table_and_first_failure(tmp_path: Path) -> None
     assert "<td>0_0.01</td><td>0.01</td><td>2.5000</td><td>True</td><td></td>" in page
     assert "<td>1_&lt;b&gt;</td><td>0.001</td><td></td><td>False</td><td>rank 0: out of memory</td>" in page
     assert _failed_points(sweep.metrics) == "1 of 2 points are not ok, such as 1_<b>: rank 0: out of memory"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_run_with_rewards_is_shown_by_its_rewards(ended: bool, tmp_path: Path) -> None:
+    lines = [
+        {"step": 0, "eval_reward": 0.03125},
+        {"step": 1, "reward": 0.1234, "loss": 0.0, "grad_norm": 0.5},
+        {"step": 1, "eval_reward": 0.5, "eval_cut": 0.25},
+    ]
+    log = MetricsLog(tmp_path)
+    for line in lines:
+        log.append(line)
+    rewards = {"first_reward": 0.1234, "last_reward": 0.75, "first_eval_reward": 0.03125, "eval_reward": 0.5}
+    if ended:
+        losses = {"first_loss": 0.0, "last_loss": 0.0, "eval_loss": None}
+        (tmp_path / "result.json").write_text(json.dumps({"status": "ok", "steps": 1, **losses, **rewards}))
+    for name in ("reward.png", "loss.png"):
+        (tmp_path / name).touch()
+    shown = meshbook.RunResult(tmp_path)
+    page = shown._repr_html_()
+    assert ("<p>ok: 1 step, reward 0.123 to 0.750, held-out reward 0.031 to 0.500</p>" in page) == ended
+    assert "<th>step</th><th>reward</th><th>eval_reward</th><th>grad_norm</th><th>eval_cut</th>" in page
+    assert "<td>1</td><td>0.1234</td><td>0.5000</td><td>0.5</td><td>0.25</td>" in page
+    assert shown.picture == tmp_path / "reward.png"
+
+
+def test_lines_of_steps_are_recognized() -> None:
+    """A notebook shows them in its table."""
+    shown = (
+        "step      7  reward 0.1234  lr 1",
+        "step 0  eval_reward 0.0312  over",
+        "step 1  loss 2",
+        "step 1  eval_loss 2",
+    )
+    other = ("step      7  update skipped: x", "step 1  task  reward 1", "reward 0.031 to 1.000")
+    assert [bool(_STEP.match(line)) for line in (*shown, *other)] == [True] * 4 + [False] * 3
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

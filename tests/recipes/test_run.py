@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from components.presentation import has_matplotlib
 from tests.recipes.launching import RECIPES, SAVE, Bench
 
 FINISH = "        run.finish()\n"
@@ -63,6 +64,39 @@ def test_checkpoint_saved_before_the_evaluation_has_no_held_out_loss(bench: Benc
     manifests = (bench.folder / "mine" / "checkpoints").glob("step_*/manifest.json")
     marked = {file.parent.name: json.loads(file.read_text())["body"]["eval_loss"] is not None for file in manifests}
     assert marked == {"step_2": False, "step_4": False, "step_6": True}
+
+
+def test_run_with_rewards_is_judged_and_reported_by_them(bench: Bench) -> None:
+    """The reward rises until step 4 and then falls; the loss of these steps is no judge."""
+    own = "            run.report_eval(training.Evaluation(2.0, 8, 'answer', {'cut': 0.5}, reward))\n"
+    evaluate = "        def evaluate() -> None:\n            reward = (4 - abs(4 - run.state.step)) / 8\n" + own
+    log = f"            run.log(step, reward=step.number / 8, reward_std=0.1, answer_tokens=3.0)\n{STEP}"
+    given = (
+        "        def evaluate() -> None:\n            run.report_eval(training.evaluate(model, held_out, run=run))\n"
+    )
+    bench.copy("finetune.py", (given, evaluate), (STEP, log))
+    keep = ("training.eval_every=2", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=true")
+    settings = (*SHORT, *keep, "training.early_stop_patience=2", "logging.plot=true", "checkpoint.export=true")
+    done = bench.complete(*settings, "training.max_steps=20")
+    result = json.loads((bench.folder / "mine" / "result.json").read_text())
+    names = ("steps", "stopped_early", "first_reward", "last_reward", "first_eval_reward", "eval_reward", "eval_loss")
+    assert [result[name] for name in names] == [8, True, 1 / 8, 1.0, 0.0, 0.0, None]
+    manifests = (bench.folder / "mine" / "checkpoints").glob("step_*/manifest.json")
+    marked = {file.parent.name: json.loads(file.read_text())["body"]["eval_reward"] for file in manifests}
+    assert marked == {"step_4": 0.5, "step_8": 0.0}
+    lines = done.output.splitlines()
+    (first,) = [line for line in lines if line.startswith("step      0  ")]
+    assert first.startswith("step      0  eval_reward 0.0000  eval_cut 0.5  ")
+    assert first.endswith("  over 8 held-out answers")
+    assert any(line.startswith("step      4  reward 0.5000  ") for line in lines)
+    number = next(number for number, line in enumerate(lines) if line.startswith("ok: 8 steps on 1 process in "))
+    assert lines[number + 1 : number + 3] == ["  reward 0.125 to 1.000", "  held-out reward 0.000 to 0.000"]
+    assert lines[number + 3].endswith(" answer tokens/s with sampling")
+    pictures = {file.name for file in (bench.folder / "mine").glob("*.png")}
+    assert pictures == ({"reward.png"} if has_matplotlib() else set())
+    card = (bench.folder / "mine" / "export" / "README.md").read_text()
+    assert "| reward | 0.1250 in the first step, 1.0000 in the last |" in card
+    assert "| held-out reward | 0.0000 after 0 steps, 0.0000 after 8 steps |" in card
 
 
 def test_groups_keep_their_learning_rates_and_logged_names_are_checked(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ def manifest_of(serial: int, step: int, loss: float | None = None, ephemeral: bo
 
 
 def history(*saves: str) -> list[Manifest]:
-    """Parse saves, oldest first: `40` is step 40, `40=2.5` has an eval loss, `40e` is ephemeral (saved by time)."""
+    """Parse saves, oldest first: `40` is step 40, `40e` is ephemeral (saved by time), `40=2.5` has an eval loss, and
+    `40+2.5` an eval reward."""
     manifests = []
     for serial, text in enumerate(saves, start=1):
-        step, _, loss = text.partition("=")
-        manifests.append(manifest_of(serial, int(step.rstrip("e")), float(loss) if loss else None, step.endswith("e")))
+        (step, _, loss), (_, _, reward) = text.partition("+")[0].partition("="), text.partition("+")
+        manifest = manifest_of(serial, int(step.rstrip("e")), float(loss) if loss else None, step.endswith("e"))
+        manifests.append(replace(manifest, eval_reward=float(reward) if reward else None))
     return manifests
 
 
@@ -60,6 +63,10 @@ TABLE = [
     ("10 15e 20 25e", {"keep": 2}, [10, 20, 25]),
     ("15e 17e", {}, [17]),
     ("15e=1 20=3 30=2", {"keep": 1, **BEST}, [30]),  # an ephemeral checkpoint is never kept as the best
+    ("10+1 20+3 30+2 40+0", {"keep": 1, **BEST}, [20, 40]),  # of rewards, the highest is the best
+    ("10+3 20+3 30+2 40", {"keep": 1, **BEST}, [10, 40]),
+    ("10+-2 20+-1 30+-3 40=-9", {"keep": 1, **BEST}, [20, 40]),
+    ("15e+9 20+3 30+2", {"keep": 1, **BEST}, [20, 30]),
     ("20e 30", {"keep": 1, "every": 10, "keep_every": 20}, [30]),
     ("10 20 30 20 25", {"keep": 2}, [20, 25]),  # a run resumed from an earlier step: sorted by serial, not by step
 ]
@@ -144,6 +151,8 @@ def test_a_manifest_as_a_save_writes_it_is_read() -> None:
     assert Manifest.parse(text_of(BODY)).files == {"a": FileRecord(1, [HASH])}
     early = {name: value for name, value in BODY.items() if name not in ("saved", "eval_loss", "ephemeral")}
     assert Manifest.parse(text_of(early).encode()).saved == ""
+    assert Manifest.parse(text_of(BODY)).eval_reward is None
+    assert Manifest.parse(text_of(BODY | {"eval_reward": 0.5})).eval_reward == 0.5
 
 
 NAMES = ["..", ".", "", "a\0", "/etc/passwd", "..\\x", "a/b", "a\x1b]0;t\x07", "a\n", "a" * 256, "manifest.json"]
@@ -155,7 +164,7 @@ VALUES: list[dict[str, Any]] = [
     *({name: value} for name in ("step", "serial") for value in ("x", float("nan"), [1], -1, True, None, 10**30)),
     *({"mesh": mesh} for mesh in ([1], {"world": -1}, {"world": "1"})),
     *({"saved": saved} for saved in ("yesterday", 5)),
-    *({"eval_loss": loss} for loss in ("x", float("nan"), float("inf"), True)),
+    *({name: value} for name in ("eval_loss", "eval_reward") for value in ("x", float("nan"), float("inf"), True)),
     *({"ephemeral": value} for value in ("no", 1, None)),
     *({"format": value} for value in (1, None, "2")),
     {"more": 1},

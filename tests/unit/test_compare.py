@@ -131,6 +131,39 @@ def test_plot_has_the_losses_over_steps_and_tokens_and_each_metric(
     }
 
 
+def make_rewarded(folder: Path, rewards: tuple[float, ...]) -> Path:
+    """Write a run directory with a reward per step, whose loss means nothing, and a held-out reward 0.5 lower."""
+    make_run(folder, losses=())
+    log = MetricsLog(folder)
+    for step, reward in enumerate(rewards, 1):
+        log.append({"step": step, "reward": reward, "loss": -0.0, "tokens": 100 * step})
+    log.append({"step": len(rewards), "eval_reward": rewards[-1] - 0.5})
+    return folder
+
+
+def test_runs_with_rewards_are_compared_by_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+    figures: list[Any] = []
+    monkeypatch.setattr(compare, "save_figure", lambda figure, file: figures.append(figure))
+    rewarded = [make_rewarded(tmp_path / "a", (0.01, 1.0, 0.75)), make_rewarded(tmp_path / "b", (0.25, 0.5))]
+    comparison = read_comparison([*rewarded, make_run(tmp_path / "failed", losses=())], [])
+    table = dict(zip(comparison.header(), comparison.cells("a"), strict=True))
+    assert {name: text for name, text in table.items() if "loss" in name or "reward" in name} == {
+        "last reward": "0.7500", "best reward": "1.0000", "eval reward": "0.2500",
+    }  # fmt: skip
+    comparison = read_comparison([*rewarded, make_run(tmp_path / "c", losses=(5.0, 3.5))], [])
+    cells = {name: dict(zip(comparison.header(), comparison.cells(name), strict=True)) for name in comparison.runs}
+    assert (cells["b"]["last loss"], cells["b"]["best reward"]) == ("", "0.5000")
+    assert (cells["c"]["last loss"], cells["c"]["best reward"]) == ("3.5000", "")
+    assert comparison.plot(tmp_path / "x.png") is None
+    drawn = {axes.get_title(): [str(line.get_label()) for line in axes.lines] for axes in figures[0].axes}
+    assert drawn == {
+        "loss": ["c"], "loss over tokens": ["c"], "held-out loss": ["c"],
+        "reward": ["a", "b"], "held-out reward": ["a", "b"],
+    }  # fmt: skip
+    assert [axes.get_yscale() for axes in figures[0].axes] == ["linear"] * 5  # although the rewards differ by 100
+
+
 def test_runs_of_the_same_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("x/run", "y/run", "z")]
     assert list(read_comparison([*runs, runs[0]], []).runs) == ["x/run", "y/run", "z"]

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from components.config.stored_run import MetricsLog
 from components.launch.sweep.plan import Point, PointRecord, StudyPlan, Sweep, write_record
 from components.launch.sweep.report import report_now
-from components.observability.result import LossPlot
+from components.observability.result import RunPlot
 
 LONG = "a_very_long_name_of_a_corpus_that_goes_on_and_on"
 CURVE = [5 - math.log(step) / 2 for step in range(1, 31)]
@@ -170,6 +170,58 @@ def test_only_coinciding_curves_are_drawn_wide(
     assert not legend.get_window_extent().overlaps(curves.get_window_extent())  # long names would hide curves
 
 
+def run_with_rewards(steps: int, **more: float) -> list[dict[str, Any]]:
+    """Return the lines of a run whose reward rises 1,000-fold, for which a loss would have a logarithmic axis."""
+    lines: list[dict[str, Any]] = [{"step": 0, "eval_reward": 0.001}]
+    for step in range(1, steps + 1):
+        lines.append({"step": step, "reward": step / steps, "loss": -0.0, "reward_std": 0.2, **more})
+    return [*lines, {"step": steps, "eval_reward": 0.9, "eval_answer_tokens": 1234.5}]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+@pytest.mark.parametrize("more", [{}, {"entropy": 1.5}, {"answer_tokens": 21000.5, "entropy": 1.5, "expert_load": 2.0}])
+def test_rewards_are_plotted_above_length_and_entropy(
+    more: dict[str, float], steps: int, tmp_path: Path, figures: list[Figure]
+) -> None:
+    metrics = run_with_rewards(steps, **more, **({"expert_entropy": 0.9} if "expert_load" in more else {}))
+    title = f"tiny on {LONG}.jsonl, dp_shard=2 x tp=2 x pp=2 x cp=2"
+    assert RunPlot(tmp_path, title, lambda: metrics).finish() is None
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["experts.png"] * ("expert_load" in more) + [
+        "reward.png"
+    ]
+    rewards, *below = figures[0].axes
+    entropy = ["entropy (nats per token)"] * ("entropy" in more)
+    assert [axes.get_ylabel() for axes in below] == ["answer length (tokens)", *entropy]
+    assert (rewards.get_ylabel(), rewards.get_yscale()) == ("reward", "linear")
+    assert {str(line.get_label()): line.get_ydata().tolist()[-1] for line in rewards.lines} == {
+        "training": 1.0,
+        "held out": 0.9,
+    }
+    assert [text.get_text() for text in rewards.get_legend().get_texts()] == [
+        "training",
+        "held out",
+        "training ± reward_std",
+    ]
+    (band,) = rewards.collections
+    (corners,) = [path.vertices for path in band.get_paths()]
+    assert {round(float(height), 6) for _, height in corners} >= {0.8, 1.2}
+    assert [axes.get_xlabel() for axes in (rewards, *below)] == [*[""] * len(below), "optimizer step"]
+    low, high = below[-1].get_xlim()
+    assert low <= 0 < steps <= high
+    assert misplaced(figures[0]) == []
+
+
+def test_run_without_rewards_or_with_a_loss_beside_them_has_a_plot_of_losses(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    """As in KTO, which has a metric `reward`."""
+    metrics = [{"step": 0, "eval_loss": 2.0, "eval_reward": 0.1}, {"step": 1, "loss": 1.0, "reward": 0.2}]
+    assert RunPlot(tmp_path, "title", lambda: metrics).finish() is None
+    assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+    assert [axes.get_ylabel() for axes in figures[0].axes] == ["loss per target token (nats)"]
+    assert RunPlot(tmp_path, "title", lambda: [{"step": 1, "lr": 1.0}]).finish() == "no plot: no loss was logged"
+
+
 @pytest.mark.parametrize(
     ("training", "held_out", "scale", "steps"),
     [
@@ -188,7 +240,7 @@ def test_loss_plot_shows_every_loss_at_whole_steps(
     metrics: list[dict[str, Any]] = [{"step": step, "loss": loss} for step, loss in training.items()]
     metrics += [{"step": step, "eval_loss": loss} for step, loss in held_out.items()]
     title = f"tiny on $x_1$ and {LONG}.jsonl, dp_shard=2 x tp=2 x pp=2 x cp=2"
-    assert LossPlot(tmp_path, title, lambda: metrics).finish() is None
+    assert RunPlot(tmp_path, title, lambda: metrics).finish() is None
     (axes,) = figures[0].axes
     assert axes.get_yscale() == scale
     assert steps is None or list(ticks(axes.xaxis)) == steps

@@ -25,6 +25,7 @@ from components.config.schema.run import (
     WandbMode,
     trackers_without_group,
 )
+from components.config.stored_run import MetricsLog
 from components.observability import Reporter, Result, peak_memory_bytes, peak_reserved_bytes, render_model_card
 from components.observability import result as lost_work_module
 from components.observability.result import LostWork, lost_work, record_first_step, record_start, summary
@@ -78,6 +79,35 @@ def test_lines_of_metrics_fit_80_columns(
     assert {"tokens/s", *shown} <= set(first), first
     assert ("over 127 held-out pairs" in lines[2]) == ("divergence" not in others)
     assert report.read()[-1].items() >= {f"eval_{name}": value for name, value in others.items()}.items()
+
+
+def test_reward_takes_the_place_of_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True, total_steps=2)
+    values = {"loss": 0.0, "grad_norm": 0.5, "tokens": 100, "seconds": 1.0, "preempt": False, "interrupt": False}
+    others = {"zero_groups": 0.0, "reward": -2.0}
+    report.evaluation(step=0, eval_loss=math.nan, count=64, unit="answer", metrics={"cut": 0.5}, eval_reward=0.03125)
+    for step, reward in ((1, 0.1234), (2, None)):  # an objective's own metric of this name is a metric
+        metrics = StepMetrics(step=step, skipped=False, must_save=False, others=others if reward is None else
+                              {"zero_groups": 0.0}, reward=reward, **values)  # fmt: skip
+        report.step(metrics, lr=1.0, tokens=100)
+    report.evaluation(step=2, eval_loss=math.nan, count=0, unit="answer")
+    first, one, two, stopped = capsys.readouterr().out.splitlines()
+    assert first == "step      0  eval_reward 0.0312  eval_cut 0.5  over 64 held-out answers"
+    assert one.startswith("step      1  reward 0.1234  grad_norm 0.5")
+    assert ("zero_groups 0" in one, "loss" in one) == (True, False)
+    assert two.startswith("step      2  loss 0.0000  ")
+    assert stopped == "step      2  no evaluation: it was stopped, or the samples have no answers"
+    evaluated, step, other = report.read()
+    assert evaluated == {"step": 0, "eval_reward": 0.03125, "eval_cut": 0.5}
+    assert (step["reward"], step["loss"], other["reward"]) == (0.1234, 0.0, -2.0)
+
+
+def test_evaluation_of_rewards_is_not_logged_twice_after_a_resume(tmp_path: Path) -> None:
+    report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True)
+    for step, name in ((0, "eval_reward"), (1, "loss"), (1, "eval_reward"), (2, "loss")):
+        report._metrics.append({"step": step, name: 0.5})
+    report.continue_from(1)
+    assert [line["step"] for line in report.read()] == [0, 1]
 
 
 def test_result_with_task_scores_that_are_not_numbers_is_written(tmp_path: Path) -> None:
@@ -138,6 +168,26 @@ def test_model_card_names_teacher_objective_and_units(config: str, rows: list[st
     assert [row for row in rows if f"| {row}" not in card] == []
 
 
+@pytest.mark.parametrize("is_kto", [False, True])
+def test_model_card_has_rewards_in_place_of_losses(is_kto: bool, tmp_path: Path) -> None:
+    """Of the evaluations up to the step of the weights; the loss of a run with rewards means nothing."""
+    sizes = "training: {global_batch_size: 4, seq_len: 8}\n"
+    (tmp_path / "config.yaml").write_text(sizes + ("objective: {kind: kto}\n" if is_kto else "rollouts: {group: 2}\n"))
+    log = MetricsLog(tmp_path)
+    for step, reward in ((0, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)):
+        log.append({"step": step, **({"eval_loss": 2.0} if is_kto else {}), "eval_reward": reward})
+    state = {"step": 3, "first_loss": 0.0, "last_loss": -1.5}
+    card = render_model_card(tmp_path, state | ({} if is_kto else {"first_reward": 0.03125, "last_reward": 0.9}), "1")
+    if is_kto:
+        rows = ["| loss | 0.0000 in", "| held-out loss | 2.0000 after 0 steps, 2.0000 after 3 steps |"]
+    else:
+        rows = ["| reward | 0.03125 in the first step, 0.9000 in the last |",
+                "| held-out reward | 0.2500 after 0 steps, 0.7500 after 3 steps |"]  # fmt: skip
+    assert [row for row in rows if row not in card] == []
+    assert ("loss" in card, "reward" in card) == (is_kto, not is_kto)
+    assert "| batch | 4 answers per step, up to 8 tokens each |" in card
+
+
 def test_summary_names_what_was_done_and_counted() -> None:
     values = {"status": "ok", "mesh": "1", "processes": 1, "wall_seconds": 2.0, "peak_memory_bytes": 1}
     evaluated = summary(Result(steps=12, eval_loss=1.5, **values), Path("run"))
@@ -149,6 +199,27 @@ def test_summary_names_what_was_done_and_counted() -> None:
     trained = summary(Result(steps=3, **losses, **values), Path("run"))
     assert trained.startswith("ok: 3 steps on 1 process in 2 s\n  loss 0.000332 to 5.07e-05\n")
     assert "  900 input tokens/s\n" in trained
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [
+        ({"first_reward": 0.03125, "last_reward": 1.0, "first_eval_reward": 0.04, "eval_reward": 0.98},
+         ["reward 0.031 to 1.000", "held-out reward 0.040 to 0.980", "900 answer tokens/s with sampling"]),
+        ({"first_reward": -1.0, "last_reward": 0.0},
+         ["reward -1.000 to 0.000", "900 answer tokens/s with sampling"]),
+        ({"eval_reward": 0.5}, ["loss 0.000 to -0.006", "held-out reward 0.500", "900 target tokens/s"]),
+        ({}, ["loss 0.000 to -0.006", "900 target tokens/s"]),
+    ],
+)  # fmt: skip
+def test_summary_of_a_run_with_rewards_has_no_loss(rewards: dict[str, float], shown: list[str]) -> None:
+    values = {"status": "ok", "mesh": "1", "processes": 1, "wall_seconds": 2.0, "peak_memory_bytes": 1, "steps": 3}
+    result = Result(first_loss=0.0, last_loss=-0.006, tokens_per_second=900.0, **values, **rewards)
+    first, *parts, _, _ = summary(result, Path("run")).splitlines()
+    assert first == "ok: 3 steps on 1 process in 2 s"
+    assert [part.strip() for part in parts] == shown
+    evaluated = Result(**values | {"steps": 0}, eval_reward=0.5)
+    assert summary(evaluated, Path("run")).startswith("ok: evaluated on 1 process in 2 s\n  held-out reward 0.500\n")
 
 
 @pytest.mark.parametrize(

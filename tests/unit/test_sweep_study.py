@@ -16,9 +16,10 @@ from tests.unit.test_sweep_points import expanded
 pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
 from components.config.compose.sweep import SweepRequest, compose_point
-from components.config.compose.sweep_keys import Goal, Range
-from components.config.schema import FinetuneConfig
+from components.config.compose.sweep_keys import EarlyStop, Goal, Range, SweepConfig
+from components.config.schema import FinetuneConfig, GrpoConfig
 from components.config.stored_run import MetricsLog
+from components.launch.sweep import command
 from components.launch.sweep import points as shares
 from components.launch.sweep.plan import (
     STOPPED_EARLY,
@@ -196,6 +197,19 @@ def test_points_share_the_machine(
     assert [shares._share_of(slot, parallel, point, environ) for slot in range(parallel)] == shared
     job = Point(0, "0", {}, [], processes=2, runs_here=False)
     assert shares._share_of(0, parallel, job, environ) == {}
+
+
+def test_study_and_early_stop_of_runs_with_rewards_need_a_metric_that_they_have() -> None:
+    cfg = GrpoConfig(model=None, data=None)  # type: ignore[arg-type]
+    (problem,) = command._metric_problems(cfg, SweepConfig(trials=3))
+    assert problem == "sweep.metric=eval_loss: runs with rewards have no eval_loss; set sweep.metric=eval_reward"
+    cfg.training.eval_every = 0
+    found = command._metric_problems(cfg, SweepConfig(early_stop=EarlyStop.median))
+    assert [each.split(":")[0] for each in found] == ["sweep.metric=eval_loss", "training.eval_every=0"]
+    assert command._metric_problems(cfg, SweepConfig()) == []
+    assert command._metric_problems(cfg, SweepConfig(trials=3, metric="eval_reward")) == []
+    finetune = FinetuneConfig(model=None, data=None)  # type: ignore[arg-type]
+    assert command._metric_problems(finetune, SweepConfig(trials=3)) == []
 
 
 def test_gpus_must_be_divisible_between_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from components.config.compose.sweep_keys import Goal
+from components.config.compose.sweep_keys import Goal, SweepConfig
 from components.config.stored_run import MetricsLog
 from components.launch.slurm.submit import _GONE, _UNKNOWN
 from components.launch.sweep.plan import (
@@ -405,3 +405,97 @@ def test_start_that_submitted_no_job_has_its_own_state(tmp_path: Path, monkeypat
     files.finish(1, job="15", record=PointRecord(1.0, 1, 1.0, "OSError: disk full"))
     assert [(row.state, row.seconds) for row in files.rows()] == [("invalid", None), ("failed", None)]
     assert exit_status(read_report(files.sweep)) == 1
+
+
+def finish_rewarded(files: SweepFiles, number: int, rewards: tuple[float, ...], **more: Any) -> None:
+    """Write the files of a successful point with these rewards of steps, whose loss is rounding noise."""
+    values = {"first_loss": 1e-9 * number, "first_reward": rewards[0], "last_reward": rewards[-1]}
+    files.finish_ok(number, 1000.0, -1e-9, **{**values, "steps": len(rewards), **more})
+    log = MetricsLog(files.sweep.run_dir(files.sweep.points[number]))
+    for step, reward in enumerate(rewards, 1):
+        log.append({"step": step, "reward": reward, "loss": 1e-9 * number, "tokens_per_second": 1000.0})
+
+
+def test_points_with_rewards_are_ranked_by_the_highest_held_out_reward(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("a", "b", "c"))
+    for number, reward in enumerate((0.25, 0.75, 0.5)):
+        finish_rewarded(files, number, (0.1, 0.2), lr=(1 + number) * 1e-4, eval_reward=reward)
+    report = read_report(files.sweep)
+    assert [row.point.name for row in report.rows] == ["1_b", "2_c", "0_a"]
+    lines = [" ".join(line.split()) for line in files.printed().splitlines()]
+    assert "peak GiB last reward held-out reward wall s status" in lines[0]
+    assert "loss" not in lines[0]
+    assert lines[1].endswith("1.00 0.2000 0.7500 3.0 ok, best")
+    assert lines[-1] == "best: by held-out reward, since the points train different curves"
+    row = next(csv.DictReader(io.StringIO(to_csv(report))))
+    assert (row["last_reward"], row["eval_reward"], row["last_loss"]) == ("0.2", "0.75", "")
+
+    files.config(1, "objective: {kind: dapo}")  # another objective: rewards may be of another kind
+    assert read_report(files.sweep).best is None
+
+
+def test_metric_named_reward_beside_a_loss_is_no_reward(tmp_path: Path) -> None:
+    """As KTO's; sweep.metric may judge by it, and the table then shows it."""
+    files = SweepFiles(tmp_path / "s", ("a", "b"))
+    for number in range(2):
+        files.finish_ok(number, 1000.0, 4.0, lr=(1 + number) * 1e-4, eval_loss=2.0 + number)
+        log = MetricsLog(files.sweep.run_dir(files.sweep.points[number]))
+        log.append({"step": 1, "loss": 4.0, "reward": number / 4})
+        log.append({"step": 1, "eval_loss": 2.0, "eval_reward": number / 2})
+    assert [row.point.name for row in read_report(files.sweep).rows] == ["0_a", "1_b"]
+    assert "reward" not in files.printed()
+    judged = replace(files.sweep, metric="eval_reward", goal=SweepConfig(metric="eval_reward").direction)
+    report = read_report(judged)
+    assert [row.point.name for row in report.rows] == ["1_b", "0_a"]
+    assert "| eval_reward |" in to_markdown(report)
+    assert [row["eval_reward"] for row in csv.DictReader(io.StringIO(to_csv(report)))] == ["0.5", "0.0"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "note", "status"),
+    [
+        ("float64", (0.1, 0.2, 0.3), "rewards agree: 0_ddp, 1_fsdp2, 2_tp2 train one curve, bit-equal", "ok"),
+        ("float64", (0.1, 0.21, 0.3), "rewards DISAGREE: reward of step 2 of ", "ok, REWARD DISAGREES"),
+        ("float64", (0.11, 0.2, 0.3), "rewards DISAGREE: first_reward of ", "ok, REWARD DISAGREES"),
+        ("bfloat16", (0.1, 0.2, 0.3), "rewards agree: 0_ddp, 1_fsdp2, 2_tp2 train one curve, bit-equal", "ok"),
+        ("float32", (0.1, 0.2, 0.4), "rewards differ: 0_ddp, 1_fsdp2, 2_tp2 train one curve, but in float32 ", "ok"),
+    ],
+)
+def test_meshes_are_compared_by_rewards_and_differ_only_in_float64(
+    dtype: str, other: tuple[float, ...], note: str, status: str, tmp_path: Path
+) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2"))
+    for number, rewards in enumerate(((0.1, 0.2, 0.3), (0.1, 0.2, 0.3), other)):
+        finish_rewarded(files, number, rewards, compute_dtype=dtype)
+    report = read_report(files.sweep)
+    assert any(line.startswith(note) for line in report.lines()), report.lines()
+    assert not any("losses" in line for line in report.lines())
+    assert report.status(next(row for row in report.rows if row.point.number == 2)) == status
+    assert exit_status(report) == ("DISAGREES" in status)
+
+
+def test_running_point_with_rewards_reports_its_reward(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp",))
+    files.finish(0, record=PointRecord(time.time() + 60))
+    log = MetricsLog(files.sweep.run_dir(files.sweep.points[0]))
+    log.append({"step": 0, "eval_reward": 0.25})
+    log.append({"step": 7, "reward": 0.5, "loss": 0.0, "tokens_per_second": 1234.5})
+    with locked(files.sweep.directory):
+        assert [row.reason for row in files.rows()] == ["step 7, reward 0.5000, 1,234 tokens/s"]
+
+
+def test_plots_of_a_sweep_with_rewards_show_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+    from components.launch.sweep import report as drawn
+
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(drawn, "save_figure", lambda figure, file: figures.update({file.name: figure}))
+    files = SweepFiles(tmp_path / "s", ("a", "b"))
+    for number in range(2):
+        finish_rewarded(files, number, (0.01, 0.5 + number / 4), lr=(1 + number) * 1e-4, eval_reward=0.1 + number)
+    report_now(files.sweep)
+    speeds, curves = figures["report.png"].axes
+    assert (speeds.get_xlabel(), curves.get_ylabel()) == ("answer tokens per second, with sampling", "reward")
+    assert {line.get_label(): line.get_ydata()[-1] for line in curves.lines} == {"0_a": 0.5, "1_b": 0.75}
+    assert curves.get_yscale() == "linear"
+    assert figures["sweep.png"].axes[1].get_ylabel() == "held-out reward"

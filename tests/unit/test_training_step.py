@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from components.protocol.processes import _FORWARDED_SIGNALS, STOP_SIGNALS, coll
 from components.training.loss import count_inputs
 from components.training.optimizers.muon import divide_parameters
 from components.training.optimizers.optim import keep_group_rates
-from components.training.state import TrainState
+from components.training.state import FIELDS, TrainState
 
 LLAMA = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -398,6 +399,32 @@ def test_logged_tensor_may_change_before_it_is_read() -> None:
     assert [each.others for each in [*arrived, *reader.flush()]] == [{"count": 1.0}, {"count": 2.0}]
 
 
+@pytest.mark.parametrize("metrics", [(), ("reward",)], ids=["recipe", "objective"])
+def test_only_a_reward_that_the_recipe_logs_is_the_reward_of_the_step(metrics: tuple[str, ...]) -> None:
+    """The objective KTO has a metric of this name, which is one of several metrics beside its loss."""
+    reader, names = training.StepReader(lag=0), (*FIELDS, *metrics)
+    numbers = training.StepNumbers(torch.zeros(len(names), dtype=torch.float64), names)
+    reader.log({"length": 3.0} if metrics else {"reward": torch.tensor(0.25), "length": 3.0})
+    (step,) = reader.push(1, numbers, began=0.0)
+    assert (step.reward, step.others) == (
+        (None, {"reward": 0.0, "length": 3.0}) if metrics else (0.25, {"length": 3.0})
+    )
+    state = TrainState()
+    for number, reward in enumerate((step.reward, 0.5, None), 1):
+        state.record(replace(step, step=number, reward=reward))
+    assert (state.first_reward, state.last_reward) == ((0.5 if metrics else 0.25), 0.5)
+
+
+def test_logged_value_does_not_replace_a_metric_of_the_objective() -> None:
+    reader = training.StepReader()
+    numbers = training.StepNumbers(torch.zeros(len(FIELDS) + 2, dtype=torch.float64), (*FIELDS, "kl", "reward"))
+    reader.log({"reward": 0.5, "skipped": 1.0})
+    with pytest.raises(
+        ValueError, match=r"^run.log\(step, reward=...\): reward is a metric of the objective .* kl, reward$"
+    ):
+        reader.push(1, numbers, began=0.0)
+
+
 class SlowVector(torch.Tensor):
     """Metrics of a step whose transfer to the host takes a while."""
 
@@ -468,3 +495,22 @@ def test_evaluations_without_improvement_are_counted_across_resumes(
         if loss is not None:
             state.count_eval(loss, min_delta)  # the evaluation at the start of a resumed run
     assert found == counts
+
+
+def test_evaluations_without_a_higher_reward_are_counted() -> None:
+    state, found = TrainState(), []
+    for number, reward in enumerate([0.1, 0.3, 0.35, 0.41, math.nan, 0.2, None]):
+        state.step = 10 * number
+        state.count_eval(None if reward is None else math.nan, 0.1, reward)  # such an evaluation has no loss
+        found.append(state.evals_without_improvement)
+        state = TrainState.from_dict(state.to_dict())
+    assert found == [0, 0, 1, 0, 1, 2, 2]
+    assert (state.best_eval_reward, state.best_eval_loss) == (0.41, None)
+
+
+def test_state_of_a_checkpoint_from_before_rewards_is_read() -> None:
+    values = {
+        name: value for name, value in TrainState(step=3, first_loss=2.0).to_dict().items() if "reward" not in name
+    }
+    assert len(values) == len(TrainState().to_dict()) - 4
+    assert TrainState.from_dict(values) == TrainState(step=3, first_loss=2.0)

@@ -58,6 +58,7 @@ RECIPES = {
     "finetune": schemas.FinetuneConfig,
     "pretrain": schemas.PretrainConfig,
     "dpo": schemas.DpoConfig,
+    "grpo": schemas.GrpoConfig,
     "distill": schemas.DistillConfig,
     "classify": schemas.ClassifyConfig,
     "evaluate": schemas.EvaluateConfig,

@@ -108,7 +108,7 @@ class OverrideChecks:
             recipe = schema.recipe if issubclass(schema, ObjectiveConfig) else None
             rule = f"use {recipe}, or choose another option" if recipe else "choose another option"
             return f"{option}: has kind {kind}, which this recipe does not accept; {rule}"
-        recipe = {"preferences": "dpo", "labels": "classify"}.get(kind, "finetune")
+        recipe = {"preferences": "dpo", "labels": "classify", "prompts": "grpo"}.get(kind, "finetune")
         accepted = [each for each in ("labels", "preferences") if each in self.options["data"]]
         others = f", or write data={' or data='.join(accepted)}" if accepted else ", or choose another option of data"
         return f"{option}: has kind {kind}, which this recipe does not train on; use recipes/{recipe}.py{others}"

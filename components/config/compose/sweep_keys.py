@@ -30,7 +30,7 @@ _PREFIX = "sweep."
 EVAL_LOSS = "eval_loss"
 """Default of sweep.metric."""
 _MINIMIZED = ("loss", "divergence", "perplexity", "seconds", "bytes")
-_MAXIMIZED = ("accuracy", "margin", "mfu", "tokens_per_second")
+_MAXIMIZED = ("accuracy", "margin", "mfu", "reward", "tokens_per_second")
 """Last words of the names of metrics that are better if they are lower or higher: eval_loss, eval_accuracy."""
 
 
@@ -53,7 +53,8 @@ class SweepConfig:
 
     metric: str = EVAL_LOSS
     """Metric of metrics.jsonl or result.json, whose last value makes a point the best one. eval_loss: points that train
-    one curve are compared by tokens/s, others by held-out loss, or by held-out accuracy if their objectives differ."""
+    one curve are compared by tokens/s, others by held-out loss or reward, or by held-out accuracy if their objectives
+    differ. A study of runs with rewards needs eval_reward."""
     goal: Goal | None = None
     """min or max; null: inferred from the name of the metric."""
     draws: int | None = None

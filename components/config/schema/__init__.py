@@ -8,6 +8,7 @@ recipes.py      config classes of the recipes
 run.py          `run`, `checkpoint`, `logging`, `peft`: directory, seed, resume policy, saves, trackers, adapters
 model.py        model, precision, kernels
 data.py         sources, splits, columns; one class per kind
+rollouts.py     `rollouts`, `reward`, prompts: what recipes/grpo.py samples and how it is rewarded
 training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
 objective.py    training loss, one class per kind; teacher
 optimizer.py    update rule and learning-rate schedule, also as a function; one class per kind
@@ -63,6 +64,7 @@ from components.config.schema.recipes import (
     DpoConfig,
     EvaluateConfig,
     FinetuneConfig,
+    GrpoConfig,
     PretrainConfig,
     RecipeConfig,
     StoreTeacherConfig,
@@ -123,6 +125,7 @@ __all__ = [
     "FinetuneConfig",
     "GenerationConfig",
     "GpuRequest",
+    "GrpoConfig",
     "KTOConfig",
     "KubernetesClusterConfig",
     "KubernetesConfig",

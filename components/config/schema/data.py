@@ -18,7 +18,7 @@ IGNORED = -100
 class DataKind(StrEnum):
     """docs: Python's documentation; sft: prompts and responses; chat: conversations; text: plain documents; custom:
     your own function; mixture: several sources; preferences: prompts with a chosen and a rejected answer; labels: texts
-    with a class; tokens: a token store."""
+    with a class; tokens: a token store; prompts: prompts only, of which the answers are sampled."""
 
     docs = "docs"
     sft = "sft"
@@ -29,6 +29,7 @@ class DataKind(StrEnum):
     preferences = "preferences"
     labels = "labels"
     tokens = "tokens"
+    prompts = "prompts"
 
 
 class Overlong(StrEnum):

@@ -7,12 +7,13 @@ from enum import StrEnum
 from typing import ClassVar
 
 from components.config.schema.model import DType
-from components.protocol.errors import above, at_least, own_kind, raise_all
+from components.protocol.errors import above, at_least, own_kind, raise_all, within
 
 
 class ObjectiveKind(StrEnum):
     """next_token: cross-entropy of the next token; distillation: a teacher's distribution of the next token; dpo, simpo
-    and orpo: preference pairs; kto: labeled answers; classification: the label of a text; reward: a reward model."""
+    and orpo: preference pairs; kto: labeled answers; classification: the label of a text; reward: a reward model; grpo,
+    dr_grpo, dapo, cispo, gspo, rloo and reinforce_pp: rewards of sampled answers."""
 
     next_token = "next_token"
     distillation = "distillation"
@@ -22,6 +23,13 @@ class ObjectiveKind(StrEnum):
     kto = "kto"
     classification = "classification"
     reward = "reward"
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    dapo = "dapo"
+    cispo = "cispo"
+    gspo = "gspo"
+    rloo = "rloo"
+    reinforce_pp = "reinforce_pp"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -244,6 +252,159 @@ class RewardConfig(ScoreConfig):
 
     def _problems(self) -> list[str]:
         return [*ObjectiveConfig._problems(self), *at_least("objective.center_weight", self.center_weight, 0)]
+
+
+class KLEstimator(StrEnum):
+    """Estimators of the KL divergence from the reference (Schulman 2020), of d = log-probability under the reference -
+    log-probability. k1: -d, in the reward; k2: d^2 / 2, in the loss; k3: exp(d) - d - 1, in the loss."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class AdvantageScale(StrEnum):
+    """What advantages are divided by: the standard deviation of the rewards of their group or of the whole batch."""
+
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
+class Baseline(StrEnum):
+    """What is subtracted from a reward: the mean of its group, the mean of the others in its group, or nothing."""
+
+    mean = "mean"
+    leave_one_out = "leave_one_out"
+    none = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyConfig(ObjectiveConfig):
+    """Base of the objectives of recipes/grpo.py: advantages, which follow from rewards, weight the tokens of sampled
+    answers. r is the probability of a token divided by its probability when it was sampled, which is 1 unless answers
+    serve several optimizer steps (rollouts.batches, rollouts.passes)."""
+
+    recipe: ClassVar[str] = "recipes/grpo.py"
+    clip_low: float = 0.2
+    """r is clipped below 1 - clip_low, in [0, 1]."""
+    clip_high: float = 0.2
+    """r is clipped above 1 + clip_high, at least 0."""
+    beta: float = 0.0
+    """Weight of the KL divergence from the reference, the model before training; at least 0."""
+    kl: KLEstimator = KLEstimator.k3
+    """Estimator of that divergence. k1: subtracted from the reward; k2: added to the loss, its gradient is that of
+    KL(policy || reference); k3: added to the loss, its gradient is that of KL(reference || policy)."""
+    scale: AdvantageScale = AdvantageScale.group
+    """Divide advantages by the standard deviation of the rewards of their group, or of all answers of the batch (each +
+    1e-4), or not (none)."""
+    baseline: Baseline = Baseline.mean
+    """Subtract from each reward the mean of its group, the mean of the others in its group, or nothing (none)."""
+    reference: Reference | None = None
+    """Log-probabilities under the reference, with beta above 0. adapters_off: by the model without its adapters;
+    frozen_copy: by a second copy of the weights on the same mesh; null: adapters_off with adapters, else
+    frozen_copy."""
+
+    def _problems(self) -> list[str]:
+        problems = [
+            *ObjectiveConfig._problems(self),
+            *within("objective.clip_low", self.clip_low, 0, 1),
+            *at_least("objective.clip_high", self.clip_high, 0),
+            *at_least("objective.beta", self.beta, 0),
+        ]
+        if self.reference is Reference.precomputed:
+            problems.append(
+                "objective.reference=precomputed: the answers are sampled during the run, so their log-probabilities "
+                "cannot be computed before; set it to adapters_off, frozen_copy or null"
+            )
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig(PolicyConfig):
+    """Group relative policy optimization (Shao et al. 2024): mean over answers of the mean over tokens of
+    -min(r x advantage, clip(r) x advantage)."""
+
+    kind: ObjectiveKind = ObjectiveKind.grpo
+    """grpo."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DrGRPOConfig(PolicyConfig):
+    """GRPO without its biases of length and of difficulty (Liu et al. 2025): sum over tokens divided by answers x
+    rollouts.max_new_tokens, advantages not divided by a deviation."""
+
+    kind: ObjectiveKind = ObjectiveKind.dr_grpo
+    """dr_grpo."""
+    scale: AdvantageScale = AdvantageScale.none
+    """Divide advantages by the standard deviation of the rewards of their group, or of the batch, or not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DAPOConfig(PolicyConfig):
+    """The token loss of DAPO (Yu et al. 2025): GRPO's loss as a mean over all tokens of the step, with a higher upper
+    bound. Its other parts: rollouts.filter=zero_variance, rollouts.overlong=penalty."""
+
+    kind: ObjectiveKind = ObjectiveKind.dapo
+    """dapo."""
+    clip_high: float = 0.28
+    """r is clipped above 1 + clip_high, at least 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CISPOConfig(PolicyConfig):
+    """Clipped importance-sampling weights (MiniMax 2025): mean over all tokens of -min(r, 1 + clip_high) x advantage x
+    log-probability, where the first factor has no gradient, so that every token has one."""
+
+    kind: ObjectiveKind = ObjectiveKind.cispo
+    """cispo."""
+    clip_low: float = 1.0
+    """Not used: r is not clipped from below."""
+    clip_high: float = 4.0
+    """r is at most 1 + clip_high, at least 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GSPOConfig(PolicyConfig):
+    """Group sequence policy optimization (Zheng et al. 2025): GRPO with one r for all tokens of an answer, their
+    geometric mean, and narrow bounds."""
+
+    kind: ObjectiveKind = ObjectiveKind.gspo
+    """gspo."""
+    clip_low: float = 3e-4
+    """r is clipped below 1 - clip_low, in [0, 1]."""
+    clip_high: float = 4e-4
+    """r is clipped above 1 + clip_high, at least 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RLOOConfig(PolicyConfig):
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024): mean over answers of -min(r x advantage, clip(r)
+    x advantage), where r is that of the whole answer, the product over its tokens."""
+
+    kind: ObjectiveKind = ObjectiveKind.rloo
+    """rloo."""
+    kl: KLEstimator = KLEstimator.k1
+    """k1: the divergence is subtracted from the reward; k2 and k3: added to the loss."""
+    scale: AdvantageScale = AdvantageScale.none
+    """Divide advantages by the standard deviation of the rewards of their group, or of the batch, or not."""
+    baseline: Baseline = Baseline.leave_one_out
+    """Subtract from each reward the mean of the others in its group, the mean of the group, or nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ReinforcePPConfig(PolicyConfig):
+    """REINFORCE++ (Hu 2025): no groups; the advantage of a token is the sum of what follows in its answer, the reward
+    at the last token - beta x the divergence at each, standardized over all tokens of the batch. Loss as in dapo."""
+
+    kind: ObjectiveKind = ObjectiveKind.reinforce_pp
+    """reinforce_pp."""
+    kl: KLEstimator = KLEstimator.k1
+    """k1: the divergence is subtracted from the reward of its token; k2 and k3: added to the loss."""
+    scale: AdvantageScale = AdvantageScale.batch
+    """batch: standardize the advantages of all tokens; group and none: as for the other objectives."""
+    baseline: Baseline = Baseline.none
+    """Subtract from each reward the mean of its group (REINFORCE++-baseline), of the others in it, or nothing."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,8 +15,10 @@ from components.config.schema.objective import (
     ClassificationConfig,
     DistillationConfig,
     DPOConfig,
+    GRPOConfig,
     KTOConfig,
     NextTokenConfig,
+    PolicyConfig,
     PreferenceConfig,
     Reference,
     RewardConfig,
@@ -26,6 +28,7 @@ from components.config.schema.objective import (
 )
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
+from components.config.schema.rollouts import PromptsDataConfig, RewardFunctionsConfig, RolloutsConfig
 from components.config.schema.run import CheckpointConfig, LoggingConfig, PeftConfig, RunConfig
 from components.config.schema.training import (
     AnswersConfig,
@@ -121,6 +124,22 @@ class DistillConfig(TrainConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class GrpoConfig(TrainConfig):
+    """Config of `recipes/grpo.py`."""
+
+    data: PromptsDataConfig
+    """Prompts, and what reward functions need to know of them."""
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    """Answers sampled from the model."""
+    reward: RewardFunctionsConfig = field(default_factory=RewardFunctionsConfig)
+    """Functions that reward the answers."""
+    objective: PolicyConfig = field(default_factory=GRPOConfig)
+    """Training loss."""
+    evaluation: TrainingTasksConfig = field(default_factory=TrainingTasksConfig)
+    """Benchmark tasks that measure the model during training."""
+
+
+@dataclass(kw_only=True, slots=True)
 class StoreTeacherConfig(DistillConfig):
     """Config of `scripts/teacher.py`: that of the distillation, with a teacher to run."""
 
@@ -197,9 +216,18 @@ def frozen_model(cfg: RecipeConfig) -> ModelConfig | None:
     objective = section(cfg, PreferenceConfig)
     if isinstance(objective, DPOConfig | KTOConfig) and objective.reference is Reference.frozen_copy:
         return cfg.model
+    if isinstance(cfg, GrpoConfig) and policy_reference(cfg) is Reference.frozen_copy:
+        return cfg.model
     if isinstance(cfg, DistillConfig) and cfg.teacher.path is not None:
         return teacher_model(cfg)
     return None
+
+
+def policy_reference(cfg: GrpoConfig) -> Reference | None:
+    """Return how the reference model of a reinforcement-learning run scores answers; None: the run needs none."""
+    if cfg.objective.beta == 0:
+        return None
+    return cfg.objective.reference or (Reference.adapters_off if cfg.peft.adapts else Reference.frozen_copy)
 
 
 def sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:

@@ -113,7 +113,8 @@ class CheckpointConfig:
     keep_every: int = 0
     """Keep every checkpoint whose step is a multiple of this number forever; must be a multiple of every. 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest evaluation loss; every must be a multiple of training.eval_every."""
+    """Also keep the checkpoint with the lowest evaluation loss or the highest evaluation reward; every must be a
+    multiple of training.eval_every."""
     async_save: bool = False
     """Write checkpoints in the background: training only waits while each rank copies its state to host memory, which
     takes that much host memory."""
@@ -250,7 +251,7 @@ class ExpertLoads(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
-    """Console output, loss plot, profiler traces and trackers."""
+    """Console output, plots, profiler traces and trackers."""
 
     comm: bool = False
     """Record the collectives of the second optimizer step on rank 0 and print them by process group and operation:
@@ -267,8 +268,8 @@ class LoggingConfig:
     an expert of a layer receives, over the mean; 1 is balanced), dead_experts (without a token) and expert_entropy (1
     is balanced); layers also logs expert_load_N of each layer N; none counts nothing."""
     plot: bool = True
-    """Write RUN_DIR/loss.png, and experts.png of a mixture of experts; if the optional dependency `plot` is not
-    installed, skip them with a message."""
+    """Write RUN_DIR/loss.png, or reward.png of a run with rewards, and experts.png of a mixture of experts; if the
+    optional dependency `plot` is not installed, skip them with a message."""
     peak_tflops: float | None = None
     """Peak throughput of one device in TFLOP/s for the compute dtype, to compute the MFU, greater than 0; null: from a
     table of common GPUs."""

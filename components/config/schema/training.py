@@ -131,7 +131,8 @@ class TrainingConfig:
     log_every: int = 1
     """Optimizer steps between log lines."""
     eval_every: int = 20
-    """Optimizer steps between evaluations on the held-out split; 0: evaluate only at the start and the end."""
+    """Optimizer steps between evaluations on the held-out split, of losses or rewards; 0: evaluate only at the start
+    and the end."""
     max_grad_norm: float = 1.0
     """Clip gradients to this global L2 norm; 0: no clipping."""
     trainable: list[str] = field(default_factory=list)
@@ -162,10 +163,11 @@ class TrainingConfig:
     weights (average), of the trained weights (trained), or the average's with the trained weights' loss as
     eval_loss_trained (both, twice the time). Without ema_decay there is no average."""
     early_stop_patience: int | None = None
-    """End the run after this many consecutive scheduled evaluations (eval_every) without a lower held-out loss; null:
-    never. The run ends as completed, with stopped_early in result.json."""
+    """End the run after this many consecutive scheduled evaluations (eval_every) without a lower held-out loss or a
+    higher held-out reward; null: never. The run ends as completed, with stopped_early in result.json."""
     early_stop_min_delta: float = 0.0
-    """Smallest decrease of the best held-out loss that counts as an improvement, at least 0."""
+    """Smallest decrease of the best held-out loss, or increase of the best held-out reward, that counts as an
+    improvement, at least 0."""
     gc_every: int = 50
     """Optimizer steps between runs of Python's garbage collector, on all ranks at the same step and never within a
     step; 0: leave it to Python."""

@@ -1,4 +1,4 @@
-"""Columns of sources: those of pairs and labeled answers, and the settings that fit a source's columns.
+"""Columns of sources: those of pairs, labeled answers and prompts, and the settings that fit a source's columns.
 
 The columns and forms of the usual hub datasets need no options: prompts and answers are texts or lists of messages,
 answers may be whole conversations, also as one text ("Human: ... Assistant: ..."), and a column may hold the system
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from components.config.schema.data import (
     ChatDataConfig,
@@ -20,6 +20,7 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
+from components.config.schema.rollouts import PromptsDataConfig
 from components.data.sources.files import Row, check_columns
 from components.data.sources.rows import (
     ASSISTANT,
@@ -65,6 +66,20 @@ class AnswerConfig(PreferencesDataConfig):
     """Whether a score head reads the last token of the answers."""
 
 
+class PromptRow(NamedTuple):
+    """A prompt whose answers are sampled, and the other columns of its row."""
+
+    where: str
+    """Origin of the prompt for error messages, such as `train.jsonl:17`."""
+    content: str | list[Message]
+    columns: Mapping[str, Any]
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The content as a conversation; None for a text."""
+        return None if isinstance(self.content, str) else Conversation(self.where, self.content)
+
+
 def answer_configs(cfg: PreferencesDataConfig, columns: Sequence[str], where: str) -> list[AnswerConfig]:
     """Return the config of the chosen and of the rejected answers, or that of the labeled answers.
 
@@ -108,6 +123,23 @@ def each_answer(cfg: AnswerConfig, rows: Iterable[Row], bad: BadRowReport) -> It
     A row is bad for both answers of a pair or for neither, so that `data.bad_rows=drop` drops whole pairs.
     """
     return each_row(rows, lambda row: _answer_conversation(cfg, row), bad)
+
+
+def each_prompt(cfg: PromptsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[PromptRow]:
+    """Convert rows to prompts, like `each_conversation`."""
+    return each_row(rows, lambda row: _prompt_row(cfg, row), bad)
+
+
+def _prompt_row(cfg: PromptsDataConfig, row: Row) -> PromptRow:
+    column = cfg.prompt_column
+    content = row.values.get(column)
+    if isinstance(content, list):
+        content, _ = messages_of(content, column)
+        if not content or content[-1]["role"] == ASSISTANT:
+            raise BadRowError(f"{column!r} must end with a message to answer, not with one of the assistant")
+    else:
+        content = text_value(row.values, "prompt_column", column)
+    return PromptRow(row.where, content, {name: value for name, value in row.values.items() if name != column})
 
 
 def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
@@ -260,6 +292,13 @@ def _remedy(cfg: RowsDataConfig, columns: Sequence[str], rows: Sequence[Mapping[
     found = _meanings(columns, rows)
     fits = _fits(found, columns, rows)
     order = [PreferencesDataConfig, ChatDataConfig, SftDataConfig, LabelsDataConfig, TextDataConfig]
+    if isinstance(cfg, PromptsDataConfig):
+        names = {"prompt_column": found.get("prompt") or found.get("messages"), "answer_column": found.get("response")}
+        return (
+            "write " + " ".join(f"data.{key}={name}" for key, name in names.items() if name)
+            if any(names.values())
+            else ""
+        )
     if isinstance(cfg, TextDataConfig | LabelsDataConfig):
         order.sort(key=lambda kind: kind is not type(cfg))
     fit = next((fit for kind in order for fit in fits if fit.kind is kind), None)

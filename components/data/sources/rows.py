@@ -20,6 +20,7 @@ from components.config.schema.data import (
     TextDataConfig,
     TrainOn,
 )
+from components.config.schema.rollouts import PromptsDataConfig
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
 from components.data.sources.files import Location, Row
 from components.protocol.errors import ConfigError, field_values
@@ -28,8 +29,6 @@ from components.protocol.safe_parsing import parse_json
 Sample = TypeVar("Sample")
 
 _LISTED = 5  # bad rows listed in an error; further ones are only counted
-
-
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
@@ -111,6 +110,9 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             return {"messages_column": cfg.messages_column}
         case TextDataConfig():
             return {"text_column": cfg.text_column}
+        case PromptsDataConfig():
+            columns = {"prompt_column": cfg.prompt_column}
+            return columns if cfg.answer_column is None else {**columns, "answer_column": cfg.answer_column}
     raise TypeError(f"unsupported data config {type(cfg).__name__}: its columns are not defined")
 
 

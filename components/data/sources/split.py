@@ -27,8 +27,9 @@ from components.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
+from components.config.schema.rollouts import PromptsDataConfig
 from components.data.examples import IGNORED, Example
-from components.data.sources.columns import COMPARED, AnswerConfig, each_answer, fitted
+from components.data.sources.columns import COMPARED, AnswerConfig, PromptRow, each_answer, each_prompt, fitted
 from components.data.sources.files import (
     STDLIB,
     TABLES,
@@ -67,7 +68,7 @@ from components.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Record = Conversation | Document | LabeledText
+Record = Conversation | Document | LabeledText | PromptRow
 
 _ROWS_FOR_HINT = 100  # of a file that lacks a column
 _READ_AT_ONCE = 1 << 24  # bytes
@@ -119,7 +120,7 @@ class SourceSplit:
     @property
     def unused_columns(self) -> list[str]:
         """Sorted columns of the source that the config does not use; complete once the source was read."""
-        if not isinstance(self._cfg, RowsDataConfig):
+        if not isinstance(self._cfg, RowsDataConfig) or isinstance(self._cfg, PromptsDataConfig):
             return []
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
@@ -186,6 +187,8 @@ class SourceSplit:
             return each_labeled_text(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, AnswerConfig):
             return each_answer(self._cfg, self._rows(self._cfg), bad)
+        if isinstance(self._cfg, PromptsDataConfig):
+            return each_prompt(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):
             return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
@@ -300,7 +303,7 @@ def characters_of(record: Record) -> int:
     """Return the approximate length of a conversation or document in characters."""
     if isinstance(record, Document):
         return len(record.text)
-    content = record.content if isinstance(record, LabeledText) else record.messages
+    content = record.content if isinstance(record, LabeledText | PromptRow) else record.messages
     return len(content) if isinstance(content, str) else sum(map(_length, content))
 
 
@@ -308,7 +311,7 @@ def hash_of_prompt(sample: Record | Example) -> int:
     """Return a 64-bit hash of everything before the first answer, or of a whole document or labeled text."""
     if isinstance(sample, Document):
         prompt = sample.text
-    elif isinstance(sample, LabeledText):
+    elif isinstance(sample, LabeledText | PromptRow):
         prompt = sample.content if isinstance(sample.content, str) else _as_prompt(sample.content)
     elif isinstance(sample, Conversation):
         roles = [message["role"] for message in sample.messages]
@@ -385,7 +388,8 @@ def rows_of(cfg: RowsDataConfig, location: Location, files: Sequence[Path] | Non
     if problems:
         first = [row.values for row in islice(read_rows(files[0]), _ROWS_FOR_HINT)]
         raise ConfigError(fitted(problems, cfg, location.key, columns, first))
-    return chain.from_iterable(read_rows(file, [*wanted.values(), *optional]) for file in files)
+    names = None if isinstance(cfg, PromptsDataConfig) else [*wanted.values(), *optional]  # rewards use all columns
+    return chain.from_iterable(read_rows(file, names) for file in files)
 
 
 def _columns_of_tables(cfg: RowsDataConfig, location: Location, files: Sequence[Path]) -> list[str]:
@@ -401,6 +405,8 @@ def _as_json(record: Record) -> Any:
         return record.text
     if isinstance(record, LabeledText):
         return [record.content, record.label]
+    if isinstance(record, PromptRow):
+        return [record.content, dict(record.columns)]
     return [record.messages, record.tools, dict(record.template_kwargs), sorted(record.untrained)]
 
 
@@ -434,6 +440,8 @@ def _hub_rows(
             problems if cfg is None else fitted(problems, cfg, location.key, rows.column_names, list(rows.take(20)))
         )
     names = [*wanted.values(), *(name for name in optional if name in rows.column_names)]
+    if isinstance(cfg, PromptsDataConfig):
+        names = list(rows.column_names)
     features = {name: rows.features[name] for name in names}
     classes = {name: each.names for name, each in features.items() if isinstance(each, ClassLabel)}
     for number, values in enumerate(rows.select_columns(names), start=1):

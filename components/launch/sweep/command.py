@@ -12,9 +12,10 @@ from pathlib import Path
 
 from components.config.compose.composition import Check, no_check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
-from components.config.compose.sweep_keys import is_sweep_key, read_sweep_keys
-from components.config.schema.recipes import RecipeConfig, section
+from components.config.compose.sweep_keys import EVAL_LOSS, SweepConfig, is_sweep_key, read_sweep_keys
+from components.config.schema.recipes import GrpoConfig, RecipeConfig, section
 from components.config.schema.run import CheckpointConfig, trackers_without_group
+from components.config.schema.training import TrainingConfig
 from components.launch.clusters import backend_of
 from components.launch.machine import processes_of, visible_gpus
 from components.launch.open_run import directory_problems
@@ -34,7 +35,7 @@ from components.launch.sweep.plan import (
     read_sweep,
 )
 from components.launch.sweep.points import PointLoop, conclude, point_command, run_points, share_problems
-from components.launch.sweep.ranking import choose_criterion, early_stop_problems, missing_metric, read_curve
+from components.launch.sweep.ranking import choose_criterion, missing_metric, read_curve
 from components.launch.sweep.study import JOURNAL, MOST_REPEATS, PointStudy, space_of
 from components.protocol.errors import ConfigError, raise_all
 from components.storage.object_store import join
@@ -63,7 +64,7 @@ def run_sweep(recipe: Recipe) -> int:
         )
         # quick: without querying the cluster, which the launcher of each point does
         backend_problems, _ = backend.validate(cfg, processes, rejected, quick=True)
-        watched = early_stop_problems(cfg, keys.metric, keys.early_stop)
+        watched = _metric_problems(cfg, keys)
         problems, _ = split_absent(cfg, problems_before_start(cfg, processes, rejected))
         return shared + watched + backend_problems + problems
 
@@ -95,6 +96,28 @@ def run_sweep(recipe: Recipe) -> int:
             print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
             stops = run_points(sweep, points)
     return conclude(sweep, stops)
+
+
+def _metric_problems(cfg: RecipeConfig, keys: SweepConfig) -> list[str]:
+    """Require a metric that runs with rewards have, and several evaluations during a run if points are stopped early.
+
+    Without a study and an early stop the default metric needs no change: the table then ranks by what there is.
+    """
+    training, metric, rule = section(cfg, TrainingConfig), keys.metric, keys.early_stop
+    problems = []
+    if isinstance(cfg, GrpoConfig) and metric == EVAL_LOSS and (keys.trials is not None or rule is not None):
+        problems.append(f"sweep.metric={metric}: runs with rewards have no {metric}; set sweep.metric=eval_reward")
+    if rule is None or training is None or not metric.startswith("eval"):
+        return problems
+    every, steps = training.eval_every, training.max_steps
+    if every > 0 and (steps is None or every < steps):
+        return problems
+    last = "" if steps is None else f", less than training.max_steps={steps}"
+    return [
+        *problems,
+        f"training.eval_every={every}: sweep.early_stop={rule} compares {metric} during the runs; set it to a number "
+        f"of steps greater than 0{last}, or remove sweep.early_stop",
+    ]
 
 
 def _sweep_now(sweep: Sweep, recipe: Recipe, request: SweepRequest) -> Sweep:

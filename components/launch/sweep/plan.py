@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config.compose.sweep_keys import EVAL_LOSS, EarlyStop, Goal
-from components.config.stored_run import MetricsLog, RunNumbers, is_number, read_config, short_mesh
+from components.config.stored_run import MetricsLog, RunNumbers, has_rewards, is_number, read_config, short_mesh
 from components.launch.backend import Job, JobState
 from components.launch.clusters import job_of, jobs_by_id
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
@@ -55,6 +55,8 @@ NOT_ENDED = (*ALIVE, "preempted", "interrupted", "not started")
 """States of points that a study continues."""
 EARLY_STEPS = 50
 """Number of initial steps within which rounding differences stay small: losses of correct meshes agree."""
+_REWARDS = ("first_eval_reward", "first_reward", "last_reward", "eval_reward")
+"""Keys of result.json that only a run with rewards has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +276,8 @@ class SweepRow(RunNumbers):
     state: str
     reason: str = ""
     """Why it is not ok, or its progress; one or more lines."""
-    early_losses: dict[int, float] = field(default_factory=dict)
-    """Losses of the first EARLY_STEPS in its metrics.jsonl, by step."""
+    early_values: dict[int, float] = field(default_factory=dict)
+    """Losses, or rewards, of the first EARLY_STEPS in its metrics.jsonl, by step."""
     last_logged: dict[str, float] = field(default_factory=dict)
     """Last value of each metric in its metrics.jsonl."""
     seconds: float | None = None
@@ -317,8 +319,15 @@ class SweepRow(RunNumbers):
         return self._planned("step_seconds")
 
     @property
+    def improves(self) -> str:
+        """Metric that the run improves: reward, the higher the better, or loss, which means nothing beside rewards."""
+        return "reward" if any(self.result.get(name) is not None for name in _REWARDS) else "loss"
+
+    @property
     def last_loss(self) -> float | None:
-        """Loss of the last step, or the held-out loss of a run without steps."""
+        """Loss of the last step, or the held-out loss of a run without steps; None in a run with rewards."""
+        if self.improves == "reward":
+            return None
         last = self.result.get("last_loss")
         return self.result.get("eval_loss") if last is None else last
 
@@ -444,19 +453,21 @@ def _is_older(result: Path, record: PointRecord) -> bool:
 
 
 def _progress(run_dir: Path) -> str:
-    """Return a run's step, loss and throughput from the last line of its metrics."""
-    steps = [line for line in _lines(run_dir) if "loss" in line]
+    """Return a run's step, loss or reward, and throughput from the last line of its metrics."""
+    lines = _lines(run_dir)
+    name = "reward" if has_rewards(lines) else "loss"
+    steps = [line for line in lines if name in line]
     if not steps:
         return "no step yet"
     speed = steps[-1].get("tokens_per_second", math.nan)
-    return f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}, {speed:,.0f} tokens/s"
+    return f"step {steps[-1]['step']}, {name} {steps[-1][name]:.4f}, {speed:,.0f} tokens/s"
 
 
 def _read_metrics(row: SweepRow, run_dir: Path) -> None:
-    """Set the early losses and the last values of a point from its metrics.jsonl."""
+    """Set the early and the last values of a point from its metrics.jsonl."""
     for line in _lines(run_dir):
-        if "loss" in line and line["step"] <= EARLY_STEPS:
-            row.early_losses[line["step"]] = line["loss"]
+        if row.improves in line and line["step"] <= EARLY_STEPS:
+            row.early_values[line["step"]] = line[row.improves]
         row.last_logged |= {key: value for key, value in line.items() if key != "step" and is_number(value)}
 
 

@@ -1,6 +1,6 @@
 """Ranking of the points of a sweep, points that are stopped early, and the table.
 
-Points are ranked by losses where they are comparable. The table is printed, or written as Markdown and as CSV.
+Points are ranked by losses or rewards where they are comparable. The table is printed, or written as Markdown and CSV.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 
-from components.config.compose.sweep_keys import EVAL_LOSS, EarlyStop, Goal
-from components.config.schema.recipes import RecipeConfig, section
-from components.config.schema.training import TrainingConfig
+from components.config.compose.sweep_keys import EVAL_LOSS, Goal
 from components.config.stored_run import MetricsLog, is_number
 from components.launch.sweep.plan import EARLY_STEPS, Point, Sweep, SweepRow, read_points
 from components.presentation import markdown_table, new_table, number_text
@@ -33,12 +31,13 @@ _FREE_KEYS = {
     "model": ("loss",),
     "training": ("micro_batch_size", "log_every", "eval_every", "gc_every"),
     "evaluation": ("micro_batch_size",),
+    "rollouts": ("rows",),
     "peft": ("export",),
 }
 """Keys of other sections that do not affect the loss curve."""
-BEFORE, _AFTER = ("first_eval_loss", "first_loss"), ("last_loss", "eval_loss")
-"""Keys of result.json: held-out and training loss at the start, training and held-out loss at the end."""
-_EARLY = "loss of step "
+_BEFORE, _AFTER = ("first_eval_{}", "first_{}"), ("last_{}", "eval_{}")
+"""Keys of result.json for loss or reward: held-out and training at the start, training and held-out at the end."""
+_EARLY = " of step "
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """Allowed relative difference between losses of one curve, by matmul dtype."""
 _LOOSEST = 2e-2
@@ -47,11 +46,10 @@ amplifies rounding differences even between correct meshes. The early steps in m
 _TOLERANCES."""
 _FEWEST_ENDED = 4
 """Number of points that must have ended with a value at the same step before another is stopped."""
-_DISAGREES = "LOSS DISAGREES"
 _TEXT_COLUMNS = ("run", "mesh", "status")
 _SPARE = (
     *("reserved GiB", "planned GiB", "planned s", "per process", "wall s", "mesh", "peak GiB", "processes", "MFU"),
-    *("step s", "last loss"),
+    *("step s", "last loss", "last reward"),
 )
 """Columns that a narrow console does without, the first ones first; then the swept keys, which name the runs."""
 
@@ -76,6 +74,8 @@ SPEED = _Criterion("tokens_per_second", Goal.max, "tokens/s")
 
 LOSS = _Criterion(EVAL_LOSS, Goal.min, "held-out loss")
 
+_REWARD = _Criterion("eval_reward", Goal.max, "held-out reward")
+
 _ACCURACY = _Criterion("eval_accuracy", Goal.max, "held-out accuracy")
 
 
@@ -83,23 +83,25 @@ def choose_criterion(sweep: Sweep, ok: list[SweepRow]) -> _Criterion | None:
     """Choose the ranking metric of successful points; None if they are not comparable.
 
     A study is judged by sweep.metric. With its default, the points of another sweep are compared by speed if they train
-    one curve, else by what they learned. Held-out losses are comparable only for the same objective and data,
-    accuracies for the same data.
+    one curve, else by what they learned. Held-out losses and rewards are comparable only for the same objective and
+    data, accuracies for the same data.
     """
     if judged_by_metric(sweep):
-        known = next((each for each in (SPEED, LOSS, _ACCURACY) if each.metric == sweep.metric), None)
+        known = next((each for each in (SPEED, LOSS, _REWARD, _ACCURACY) if each.metric == sweep.metric), None)
         return _Criterion(sweep.metric, sweep.goal, known.label if known else sweep.metric)
     if _share_one_curve(ok):
         return SPEED
     sections = {name: {_text(row.config.get(name)) for row in ok} for name in ("objective", "data")}
     if len(sections["data"]) > 1:
         return None
+    learned = _REWARD if any(row.eval_reward is not None for row in ok) else LOSS
+    values = [row.eval_loss if learned is LOSS else row.eval_reward for row in ok]
     shares_objective = len(sections["objective"]) == 1
-    if shares_objective and all(row.eval_loss is not None for row in ok):
-        return LOSS
+    if shares_objective and None not in values:
+        return learned
     if all(row.eval_accuracy is not None for row in ok):
         return _ACCURACY
-    return LOSS if shares_objective and any(row.eval_loss is not None for row in ok) else None
+    return learned if shares_objective and any(value is not None for value in values) else None
 
 
 def judged_by_metric(sweep: Sweep) -> bool:
@@ -126,16 +128,17 @@ class Agreement:
     """Result of the comparison."""
 
     disagreeing: set[int] = field(default_factory=set)
-    """Numbers of the points whose losses differ from the majority of their curve."""
+    """Numbers of the points whose losses or rewards differ from the majority of their curve."""
     notes: list[str] = field(default_factory=list)
     """The result as sentences."""
 
 
 def _compare_losses(rows: list[SweepRow]) -> Agreement:
-    """Compare the losses of all successful points, grouped by the curve that they should train."""
+    """Compare the losses, or rewards, of all successful points, grouped by the curve that they should train."""
     curves: dict[str, list[SweepRow]] = defaultdict(list)
     for row in rows:
-        if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *_AFTER)):
+        names = [name.format(row.improves) for name in (*_BEFORE, *_AFTER)]
+        if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in names):
             curves[json.dumps(_curve_config(row.config), sort_keys=True, default=str)].append(row)
     compared = [curve for curve in curves.values() if len(curve) > 1]
     agreement = Agreement()
@@ -170,32 +173,42 @@ def _tolerance(row: SweepRow) -> tuple[float, str]:
 def _compare(curve: list[SweepRow], found: Agreement) -> None:
     """Compare each point with the one that agrees with most others, since the first one may be the wrong one."""
     reference = max(curve, key=lambda row: sum(not _differences(row, other) for other in curve))
-    worst = 0.0
+    kind, worst = {"loss": "losses", "reward": "rewards"}[reference.improves], 0.0
+    names = f"{len(curve)} points" if len(curve) > 4 else ", ".join(row.point.name for row in curve)
+    dtypes = sorted({_tolerance(row)[1] for row in curve} - {"float64"})
+    if kind == "rewards" and dtypes and any(_differences(row, reference) for row in curve):
+        # No sign of a wrong mesh: once rounding changes one sampled token, the weights and so all later answers differ.
+        # In float64 that hardly ever happens.
+        found.notes.append(
+            f"rewards differ: {names} train one curve, but in {', '.join(dtypes)} rounding may change sampled tokens; "
+            "compare meshes with model.dtype=float64"
+        )
+        return
     for row in curve:
         worst = max([worst, *(_distance(row, reference, name) for name in _compared(row, reference))])
         for name in _differences(row, reference):
             allowed, dtype = _allowed(row, reference, name)
             found.disagreeing.add(row.point.number)
             found.notes.append(
-                f"losses DISAGREE: {name} of {row.point.name} is {_loss(row, name)}, of {reference.point.name} "
-                f"{_loss(reference, name)}: {_distance(row, reference, name):.1e} apart, more than {allowed:.0e} "
+                f"{kind} DISAGREE: {name} of {row.point.name} is {_value(row, name)}, of {reference.point.name} "
+                f"{_value(reference, name)}: {_distance(row, reference, name):.1e} apart, more than {allowed:.0e} "
                 f"({dtype})"
             )
     if any(row.point.number in found.disagreeing for row in curve):
         found.notes.append("one of these meshes is wrong, unless the model has dropout, which differs between meshes")
     else:
-        allowed, dtype = max(_allowed(row, reference, BEFORE[0]) for row in curve)
+        allowed, dtype = max(_allowed(row, reference, _BEFORE[0]) for row in curve)
         apart = f"at most {worst:.1e} apart" if worst else "bit-equal"
-        names = f"{len(curve)} points" if len(curve) > 4 else ", ".join(row.point.name for row in curve)
-        late = max(_allowed(row, reference, _AFTER[0])[0] for row in curve)
+        late = max(_allowed(row, reference, _AFTER[0].format(reference.improves))[0] for row in curve)
         until = "" if late == allowed else f"; {late:.0e} after step {EARLY_STEPS}"
-        found.notes.append(f"losses agree: {names} train one curve, {apart} (allowed: {allowed:.0e}, {dtype}{until})")
+        found.notes.append(f"{kind} agree: {names} train one curve, {apart} (allowed: {allowed:.0e}, {dtype}{until})")
 
 
 def _compared(row: SweepRow, other: SweepRow) -> list[str]:
-    """Return the names of the losses to compare between two points, including those of common early steps."""
-    steps = sorted(row.early_losses.keys() & other.early_losses.keys())
-    return [*BEFORE, *(f"{_EARLY}{step}" for step in steps), *_AFTER]
+    """Return the names of the values to compare between two points, including those of common early steps."""
+    steps, kind = sorted(row.early_values.keys() & other.early_values.keys()), row.improves
+    ends = [[name.format(kind) for name in names] for names in (_BEFORE, _AFTER)]
+    return [*ends[0], *(f"{kind}{_EARLY}{step}" for step in steps), *ends[1]]
 
 
 def _differences(row: SweepRow, other: SweepRow) -> list[str]:
@@ -204,36 +217,23 @@ def _differences(row: SweepRow, other: SweepRow) -> list[str]:
 
 def _allowed(row: SweepRow, other: SweepRow, name: str) -> tuple[float, str]:
     allowed, dtype = max(_tolerance(row), _tolerance(other))
-    is_late = name in _AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
+    steps = max(each.result.get("steps") or 0 for each in (row, other))
+    is_late = steps > EARLY_STEPS and name in [each.format(row.improves) for each in _AFTER]
     return (max(allowed, _LOOSEST) if is_late else allowed), dtype
 
 
-def _loss(row: SweepRow, name: str) -> Any:
-    return row.early_losses[int(name.removeprefix(_EARLY))] if name.startswith(_EARLY) else row.result.get(name)
+def _value(row: SweepRow, name: str) -> Any:
+    _, is_early, step = name.partition(_EARLY)
+    return row.early_values[int(step)] if is_early else row.result.get(name)
 
 
 def _distance(row: SweepRow, other: SweepRow, name: str) -> float:
-    """Return the relative difference of a loss; inf if only one of the two is finite."""
-    mine, theirs = _loss(row, name), _loss(other, name)
+    """Return the relative difference of a loss or reward; inf if only one of the two is finite."""
+    mine, theirs = _value(row, name), _value(other, name)
     numbers = [value is not None and math.isfinite(value) for value in (mine, theirs)]
     if not all(numbers):
         return math.inf if any(numbers) else 0.0
     return abs(mine - theirs) / max(abs(mine), abs(theirs), 1e-12)
-
-
-def early_stop_problems(cfg: RecipeConfig, metric: str, rule: EarlyStop | None) -> list[str]:
-    """Require several evaluations during a run if the metric is measured by evaluations."""
-    training = section(cfg, TrainingConfig)
-    if rule is None or training is None or not metric.startswith("eval"):
-        return []
-    every, steps = training.eval_every, training.max_steps
-    if every > 0 and (steps is None or every < steps):
-        return []
-    last = "" if steps is None else f", less than training.max_steps={steps}"
-    return [
-        f"training.eval_every={every}: sweep.early_stop={rule} compares {metric} during the runs; set it to a number "
-        f"of steps greater than 0{last}, or remove sweep.early_stop"
-    ]
 
 
 class MedianRule:
@@ -295,7 +295,7 @@ def read_curve(sweep: Sweep, point: Point) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Rows of the table in printing order, and the result of the loss comparison."""
+    """Rows of the table in printing order, and the result of comparing losses or rewards."""
 
     sweep: Sweep
     rows: list[SweepRow]
@@ -321,11 +321,11 @@ class SweepReport:
     def status(self, row: SweepRow) -> str:
         """Return the text of the column `status`."""
         if row.point.number in self.agreement.disagreeing:
-            return f"{row.state}, {_DISAGREES}"
+            return f"{row.state}, {row.improves.upper()} DISAGREES"
         return f"{row.state}, best" if row is self.best else row.state
 
     def lines(self) -> list[str]:
-        """Return the lines below the table: the reason of each point that has one, and the loss comparison."""
+        """Return the lines below the table: the reason of each point that has one, and the comparison of losses."""
         reasons = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
         return reasons + self.agreement.notes + self._judgement()
 
@@ -410,16 +410,16 @@ def to_csv(report: SweepReport) -> str:
     writer = csv.writer(text, lineterminator="\n")
     header = ["run", *report.sweep.keys, "mesh", "processes", "tokens_per_second", "tokens_per_second_per_process",
               "mfu", "peak_memory_gib", "peak_reserved_gib", "planned_memory_gib", "step_seconds",
-              "planned_step_seconds", "last_loss", "eval_loss", "eval_accuracy", "wall_seconds", "status", "best",
-              "losses_agree", "reason"]  # fmt: skip
+              "planned_step_seconds", "last_loss", "eval_loss", "last_reward", "eval_reward", "eval_accuracy",
+              "wall_seconds", "status", "best", "losses_agree", "reason"]  # fmt: skip
     judged = report.criterion.metric if report.criterion and report.criterion.metric not in header else None
     writer.writerow(header if judged is None else [*header, judged])
     for row in report.rows:
         values = [row.point.values.get(key, "") for key in report.sweep.keys]
         numbers = [row.processes, row.tokens_per_second, row.tokens_per_second_per_process, row.result.get("mfu"),
                    row.peak_memory_gib, row.peak_reserved_gib, row.planned_memory_gib, row.result.get("step_seconds"),
-                   row.planned_step_seconds, row.last_loss, row.eval_loss, row.eval_accuracy,
-                   row.seconds]  # fmt: skip
+                   row.planned_step_seconds, row.last_loss, row.eval_loss, row.number("last_reward"),
+                   row.number("eval_reward"), row.eval_accuracy, row.seconds]  # fmt: skip
         agrees = row.point.number not in report.agreement.disagreeing
         cells = [row.point.name, *values, row.mesh, *numbers, row.state, row is report.best, agrees, row.reason]
         writer.writerow(cells if judged is None else [*cells, row.number(judged)])
@@ -434,9 +434,7 @@ def first_line(text: str, longest: int = 300) -> str:
 
 def _columns(report: SweepReport) -> dict[str, Callable[[SweepRow], str]]:
     """Return the columns of the table: header -> function that returns a row's text."""
-    rows, criterion = report.rows, report.criterion
-    has_steps = any(row.result.get("last_loss") is not None for row in rows)
-    only_evaluates = not has_steps and any(row.last_loss is not None for row in rows)
+    rows = report.rows
 
     def numbers(name: str, form: str) -> Callable[[SweepRow], str]:
         return lambda row: number_text(getattr(row, name), form)
@@ -464,11 +462,28 @@ def _columns(report: SweepReport) -> dict[str, Callable[[SweepRow], str]]:
         columns["planned GiB"] = numbers("planned_memory_gib", ".2f")
         columns["step s"] = results("step_seconds", ".3g")
         columns["planned s"] = numbers("planned_step_seconds", ".3g")
-    columns["eval loss" if only_evaluates else "last loss"] = numbers("last_loss", ".4f")
+    return columns | _learned(report) | {"wall s": numbers("seconds", ",.1f"), "status": report.status}
+
+
+def _learned(report: SweepReport) -> dict[str, Callable[[SweepRow], str]]:
+    """Return the columns of losses, which mean nothing in runs with rewards, of rewards, and of the criterion."""
+    rows, criterion = report.rows, report.criterion
+    is_rewarded = any(row.improves == "reward" for row in rows)
+    has_loss = any(row.last_loss is not None for row in rows)
+    only_evaluates = has_loss and all(row.result.get("last_loss") is None for row in rows)
+    columns: dict[str, Callable[[SweepRow], str]] = {}
+    if has_loss or not is_rewarded:
+        columns["eval loss" if only_evaluates else "last loss"] = lambda row: number_text(row.last_loss, ".4f")
     if not only_evaluates and any(row.eval_loss is not None for row in rows):
-        columns[LOSS.label] = numbers("eval_loss", ".4f")
+        columns[LOSS.label] = lambda row: number_text(row.eval_loss, ".4f")
+    others = {"last_reward": ("last reward", ".4f"), _REWARD.metric: (_REWARD.label, ".4f")} if is_rewarded else {}
+    others = {name: shown for name, shown in others.items() if any(row.number(name) is not None for row in rows)}
     if criterion == _ACCURACY:
-        columns[_ACCURACY.label] = numbers("eval_accuracy", ".1%")
-    elif criterion is not None and criterion.metric not in (SPEED.metric, LOSS.metric):
-        columns[criterion.metric] = lambda row: number_text(row.number(criterion.metric), ".4g")
-    return columns | {"wall s": numbers("seconds", ",.1f"), "status": report.status}
+        others[_ACCURACY.metric] = _ACCURACY.label, ".1%"
+    elif criterion is not None and criterion.metric not in (SPEED.metric, LOSS.metric, *others):
+        others[criterion.metric] = criterion.metric, ".4g"
+
+    def number(name: str, form: str) -> Callable[[SweepRow], str]:
+        return lambda row: number_text(row.number(name), form)
+
+    return columns | {label: number(name, form) for name, (label, form) in others.items()}

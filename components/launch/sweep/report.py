@@ -27,6 +27,7 @@ from components.launch.sweep.ranking import (
 )
 from components.presentation import (
     LOG_RATIO,
+    LOSS,
     MISSING,
     PlainConsole,
     draw_curves,
@@ -141,7 +142,7 @@ def _plot(report: SweepReport) -> list[str]:
 
 
 def _plot_to(report: SweepReport, file: Path) -> str | None:
-    """Plot throughput and loss curves to a PNG; return the reason if there is nothing to plot."""
+    """Plot throughput and curves of losses or rewards to a PNG; return the reason if there is nothing to plot."""
     if not has_matplotlib():
         return MISSING
     rows = [row for row in report.rows if row.tokens_per_second]
@@ -156,9 +157,11 @@ def _plot_to(report: SweepReport, file: Path) -> str | None:
     speeds.set_ylim(max(len(rows), 6) - 0.5, -0.5)
     speeds.margins(x=0.3)
     speeds.set_xlim(left=0)
-    draw_curves(curves, {row.point.name: _curve(row, report) for row in rows})
-    finish_axes(curves)
-    finish_axes(speeds, xlabel="target tokens per second", ylabel="", legend=False)
+    is_rewarded = any(row.improves == "reward" for row in rows)
+    name, label, tokens = ("reward", "reward", "answer tokens") if is_rewarded else ("loss", LOSS, "target tokens")
+    draw_curves(curves, {row.point.name: _curve(row, report, name) for row in rows}, linear=is_rewarded)
+    finish_axes(curves, ylabel=label)
+    finish_axes(speeds, xlabel=f"{tokens} per second{', with sampling' * is_rewarded}", ylabel="", legend=False)
     speeds.set_yticks(range(len(rows)), names, fontsize="small")
     figure.suptitle(figure_text(report.sweep.directory.name, 100))
     save_figure(figure, file)
@@ -172,10 +175,10 @@ def _bar_name(row: SweepRow, report: SweepReport) -> str:
     return "\n".join(figure_text(text, 30) for text in (row.point.name, mesh, best) if text)
 
 
-def _curve(row: SweepRow, report: SweepReport) -> list[tuple[int, float]]:
-    """Return the (step, training loss) pairs of a point."""
+def _curve(row: SweepRow, report: SweepReport, name: str) -> list[tuple[int, float]]:
+    """Return the (step, loss or reward) pairs of a point."""
     lines = MetricsLog(report.sweep.run_dir(row.point)).read()
-    return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
 
 def _console() -> PlainConsole:

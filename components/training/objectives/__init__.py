@@ -5,6 +5,7 @@ cross_entropy.py    NextToken, CrossEntropy: label smoothing and z-loss; Classif
 preference.py       Preference: DPO, SimPO, ORPO and KTO
 reference_model.py  log-probabilities under the reference model, computed once
 distillation.py     Distillation: divergence from a teacher's distribution, or from its most likely tokens only
+policy.py           losses of sampled answers by their rewards: GRPO and its relatives
 teacher.py          the teacher on the same mesh; StoredDistillation: from files
 teacher_store.py    writing of these files
 loss_head.py        LM heads that take targets and return losses instead of logits

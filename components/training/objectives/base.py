@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from components.batch import Batch
 from components.config.schema.data import IGNORED
+from components.config.schema.objective import ObjectiveKind
 from components.protocol.errors import ConfigError
 from components.training.loss import count_targets
 
@@ -182,6 +183,8 @@ class TokenObjective(ABC):
     """Loss of each target token."""
     metrics: tuple[str, ...] = ()
     """Names of the sums over units that are logged besides the loss: of `TokenLoss.add_sums`."""
+    metrics_per_target: bool = False
+    """Whether the metrics are means over target tokens, whatever the unit."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of units of a micro-batch of whole rows, a float64 scalar on its device.
@@ -250,3 +253,15 @@ def row_objective(objective: TokenObjective) -> RowObjective | None:
             "by (self, chunk), and rename scores to chunk.scores, targets to chunk.targets and so on"
         ) from error
     return objective if isinstance(objective, RowObjective) else None
+
+
+def check_dropout(model: Any, kind: ObjectiveKind) -> None:
+    """Raise ConfigError for a model with dropout, whose two passes would use different dropout masks."""
+    config = model.config.get_text_config().to_dict()
+    rates = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
+    if rates:
+        raise ConfigError(
+            f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in rates.items())}, but "
+            f"objective.kind={kind} needs a model without dropout, as its two passes would use different dropout "
+            "masks; set these values to 0 in its config.json, or use another model"
+        )

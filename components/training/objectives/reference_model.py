@@ -21,7 +21,6 @@ from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.objective import (
     DPOConfig,
     KTOConfig,
-    ObjectiveKind,
     ORPOConfig,
     Reference,
     SimPOConfig,
@@ -36,6 +35,7 @@ from components.storage.tensor_files import OpenFile, read_header
 from components.torch_kernels import torch_dtype
 from components.training.context import RunContext
 from components.training.loss import sum_over_ranks
+from components.training.objectives.base import check_dropout
 from components.training.objectives.preference import (
     DPO,
     KTO,
@@ -73,7 +73,7 @@ def build_preference(cfg: DpoConfig, run: RunContext, model: Prepared, vocabular
 
     Raises ConfigError for a model with dropout, and TypeError for a config that is none of the kinds.
     """
-    _check_dropout(model.module, cfg.objective.kind)
+    check_dropout(model.module, cfg.objective.kind)
     preference = _preference_of(cfg, run, vocabulary)
     preference.load_reference = lambda: prepare_frozen(cfg, run, vocabulary)
     if cfg.peft.path is not None:
@@ -206,18 +206,6 @@ def score_pairs(model: Prepared, pairs: data.PairedRows, plan: data.BatchPlan) -
     for part in model.called_modules:
         reshard(part)  # an optimizer that is built afterwards would hold the unsharded parameters
     return sum_over_ranks(log_probs)[: len(pairs)].cpu()
-
-
-def _check_dropout(model: Any, kind: ObjectiveKind) -> None:
-    """Raise ConfigError for a model with dropout, whose two passes would use different dropout masks."""
-    config = model.config.get_text_config().to_dict()
-    rates = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
-    if rates:
-        raise ConfigError(
-            f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in rates.items())}, but "
-            f"objective.kind={kind} needs a model without dropout, as its two passes would use different dropout "
-            "masks; set these values to 0 in its config.json, or use another model"
-        )
 
 
 def _identity_of_weights(cfg: DpoConfig) -> str:
