@@ -45,6 +45,7 @@ from components.config.schema.recipes import (
     DistillConfig,
     DpoConfig,
     FinetuneConfig,
+    GrpoConfig,
     TrainConfig,
     score_labels,
     section,
@@ -75,6 +76,7 @@ from components.planning.simulation import (
 )
 from components.protocol.errors import EXIT_INVALID, ConfigError, field_values
 from components.training.attempt import GarbageCollection
+from components.training.objectives.policy import ADVANTAGE, COUNTS, OLD, REFERENCE_TOKENS, WEIGHT
 from components.training.objectives.preference import REFERENCE
 from components.training.step_cost import Traffic, record_traffic, traffic_table
 
@@ -156,6 +158,8 @@ def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabu
             return training.NextToken(cfg.objective)
         case DpoConfig():
             return training.build_preference(cfg, run, model, vocabulary)
+        case GrpoConfig():
+            return training.build_policy(cfg, run, model, vocabulary)
         case DistillConfig():
             return training.build_distillation(cfg, run, model, None)
         case ClassifyConfig():
@@ -299,7 +303,15 @@ def _synthetic_batches(cfg: TrainConfig, mesh: Any) -> list[Batch]:
     )
     rows = _rows(cfg)
     stored = isinstance(cfg, DistillConfig) and cfg.teacher.path is None
-    return data.TrainBatches(rows, plan, seed=0, token_values=_StoredValues(rows) if stored else None).at(0)
+    batches = data.TrainBatches(rows, plan, seed=0, token_values=_StoredValues(rows) if stored else None).at(0)
+    return [_as_answers(batch) for batch in batches] if isinstance(cfg, GrpoConfig) else batches
+
+
+def _as_answers(batch: Batch) -> Batch:
+    """Return a micro-batch with the values of sampled answers."""
+    zeros = torch.zeros(batch.shape, dtype=torch.float64)
+    of_tokens = dict.fromkeys((ADVANTAGE, OLD, REFERENCE_TOKENS, WEIGHT), zeros)
+    return replace(batch, token_values=of_tokens, rows=dict.fromkeys((COUNTS, ADVANTAGE, OLD), zeros[:, 0]))
 
 
 class _StoredValues:

@@ -23,7 +23,7 @@ from components.data.packing import deal_rows, documents_size, plan_rows
 from components.data.pairs import PackedPairRow
 from components.protocol.run_files import PRIVATE, atomic_write
 from components.storage.tensor_files import OpenFile, read_header
-from components.training.objectives.policy import ADVANTAGE, COUNTS, OLD, REFERENCE
+from components.training.objectives.policy import ADVANTAGE, COUNTS, OLD, REFERENCE_TOKENS
 
 _HASH = "hash"
 """Key of a file's metadata: hash of its tensors and of the other metadata."""
@@ -46,7 +46,7 @@ class Answers:
     rewards: np.ndarray  # (functions, answers) float64
     """Rewards by function; NaN: none."""
     log_probs: Mapping[str, list[np.ndarray]] = field(default_factory=dict)
-    """Log-probabilities of each answer's tokens, (tokens,) float64, by name: OLD, REFERENCE."""
+    """Log-probabilities of each answer's tokens, (tokens,) float64, by name: OLD, REFERENCE_TOKENS."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -115,7 +115,7 @@ class Answers:
             tokens=[each.tolist() for each in _split(arrays["tokens"], lengths)],
             ended=arrays["ended"].astype(bool).tolist(),
             rewards=arrays["rewards"],
-            log_probs={name: _split(arrays[name], lengths) for name in (OLD, REFERENCE) if name in arrays},
+            log_probs={name: _split(arrays[name], lengths) for name in (OLD, REFERENCE_TOKENS) if name in arrays},
         )
         return answers, {name: json.loads(value) for name, value in stated.items()}
 

@@ -35,7 +35,7 @@ from components.training.objectives.loss_head import vocabulary_of
 from components.training.objectives.policy import (
     ADVANTAGE,
     OLD,
-    REFERENCE,
+    REFERENCE_TOKENS,
     WEIGHT,
     Policy,
     SampledLoss,
@@ -314,7 +314,7 @@ class Rollouts:
             scores = summed_rewards(answers.rewards, weights, cfg.normalize, answers.group)
             policy = replace(policy, scale=AdvantageScale.none, baseline=Baseline.none)
         if policy.beta > 0 and policy.kl is KLEstimator.k1:
-            both = zip(answers.log_probs[OLD], answers.log_probs[REFERENCE], strict=True)
+            both = zip(answers.log_probs[OLD], answers.log_probs[REFERENCE_TOKENS], strict=True)
             kl = [old - reference for old, reference in both]
         return advantages_of(policy, scores, answers.group, answers.lengths, kl)
 
@@ -323,7 +323,7 @@ class Rollouts:
         """Names of the log-probabilities that advantages and loss use."""
         policy = self._policy.cfg
         needs_old = self._cfg.rollouts.updates > 1 or (policy.beta > 0 and policy.kl is KLEstimator.k1)
-        return [OLD] * needs_old + [REFERENCE] * (policy.beta > 0)
+        return [OLD] * needs_old + [REFERENCE_TOKENS] * (policy.beta > 0)
 
     @torch.no_grad()
     def _with_log_probs(self, answers: Answers) -> Answers:

@@ -17,6 +17,7 @@ from components.config.schema.recipes import (
     DistillConfig,
     DpoConfig,
     FinetuneConfig,
+    GrpoConfig,
     PretrainConfig,
     TrainConfig,
 )
@@ -33,6 +34,7 @@ RECIPES: dict[str, type[TrainConfig]] = {
     "finetune": FinetuneConfig,
     "pretrain": PretrainConfig,
     "dpo": DpoConfig,
+    "grpo": GrpoConfig,
     "distill": DistillConfig,
     "classify": ClassifyConfig,
 }

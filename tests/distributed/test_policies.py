@@ -33,7 +33,7 @@ from components.training.answers import Answers, micro_batches
 from components.training.objectives.policy import (
     ADVANTAGE,
     OLD,
-    REFERENCE,
+    REFERENCE_TOKENS,
     WEIGHT,
     Policy,
     SequencePolicy,
@@ -59,9 +59,8 @@ def answers() -> Answers:
     for index in range(PROMPTS):
         prompts.append(draw.integers(3, 97, 3 + index % 3).tolist())
         tokens += [draw.integers(3, 97, 2 + (3 * index + 5 * member) % 8).tolist() for member in range(GROUP)]
-    near = {
-        name: [np.log(1 / 97) + 0.3 * draw.standard_normal(len(each)) for each in tokens] for name in (OLD, REFERENCE)
-    }
+    names = (OLD, REFERENCE_TOKENS)
+    near = {name: [np.log(1 / 97) + 0.3 * draw.standard_normal(len(each)) for each in tokens] for name in names}
     ended = [len(each) < 9 for each in tokens]
     rewards = draw.random((1, len(tokens)))
     return Answers(
@@ -166,7 +165,7 @@ OBJECTIVES: dict[str, tuple[PolicyConfig, Formula]] = {
 
 
 def advantages(name: str, stored: Answers) -> list[np.ndarray]:
-    kl = [old - ref for old, ref in zip(stored.log_probs[OLD], stored.log_probs[REFERENCE], strict=True)]
+    kl = [old - ref for old, ref in zip(stored.log_probs[OLD], stored.log_probs[REFERENCE_TOKENS], strict=True)]
     cfg = OBJECTIVES[name][0]
     return advantages_of(cfg, stored.rewards[0], GROUP, stored.lengths, kl if cfg.kl is KLEstimator.k1 else None)
 
@@ -182,7 +181,7 @@ def expected(plain: Any, name: str) -> Curve:
             prompt = stored.prompts[place // GROUP]
             logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
             new = (logits / TEMPERATURE).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            others = (stored.log_probs[OLD][place], stored.log_probs[REFERENCE][place], of_tokens[place])
+            others = (stored.log_probs[OLD][place], stored.log_probs[REFERENCE_TOKENS][place], of_tokens[place])
             sampled.append(Sampled(new, *map(torch.from_numpy, others)))
         return OBJECTIVES[name][1](sampled), None
 

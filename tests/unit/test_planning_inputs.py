@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -196,11 +196,28 @@ def test_keys_and_values_of_generated_rows_are_those_that_transformers_keeps(fam
     with torch.no_grad():
         cache = model(torch.zeros(rows, tokens, dtype=torch.int64, device="meta"), use_cache=True).past_key_values
     read = architecture(model, tmp_path)
-    w = workload(architecture=read, generated_rows=rows, generated_tokens=tokens)
+    w = workload(architecture=read, generated_answers=100, rows_at_once=rows, generated_tokens=tokens)
     planned = _generation_terms(w, _read_rank(w, 0))[0].value
     kept = [each for layer in cache.layers if hasattr(layer, "keys") for each in (layer.keys, layer.values)]
     windowed = sum(kind.is_windowed for kind in read.kinds) / len(read.kinds)
     assert sum(each.nbytes for each in kept) == pytest.approx(planned, rel=0.13 * windowed + 1e-12)
+
+
+def test_time_of_sampling_reads_weights_and_cache_for_each_token() -> None:
+    """512 answers on 8 ranks, 16 at once, 100 tokens each, for two steps: 4 x 100 / 2 forwards."""
+    sizes = {"layers": 40, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocab": 100_000, "mlp": 28_672, "head_dim": 256}
+    read = read_architecture(ModelShape(family="llama", tied=False, **sizes), "llama")
+    w = workload(
+        architecture=read, mesh={"dp_shard": 8}, generated_answers=512, rows_at_once=16, generated_tokens=1000,
+        sampled_tokens=100 / 2,
+    )  # fmt: skip
+    hardware = read_hardware(FOLDER / "h100_80.yaml")
+    weights = w.parameters * w.compute_bytes
+    cache = 16 * 500 * 40 * 2 * 8 * 256 * w.compute_bytes
+    (term,) = [each for each in step_time.estimate_time(w, hardware).terms if each.name == "sampling of answers"]
+    assert term.value == pytest.approx(200 * (weights + cache) / hardware.copy_bandwidth, rel=1e-3)
+    others = step_time.estimate_time(replace(w, sampled_tokens=0.0), hardware).terms
+    assert not any("sampling" in each.name for each in others)
 
 
 @pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForCausalLM])

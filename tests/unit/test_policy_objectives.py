@@ -38,7 +38,7 @@ from components.training.objectives.base import Chunk, RowScores, Vocabulary
 from components.training.objectives.policy import (
     ADVANTAGE,
     OLD,
-    REFERENCE,
+    REFERENCE_TOKENS,
     WEIGHT,
     SequencePolicy,
     TokenPolicy,
@@ -138,7 +138,7 @@ def ours(step: Step, cfg: PolicyConfig, *, cut: bool = False) -> tuple[float, to
     units = ANSWERS if policy.unit == "answer" else int((targets != IGNORED).sum())
     weights = [[policy.token_weight(length)] * SEQ for length in LENGTHS.tolist()]
     values = {
-        ADVANTAGE: step.advantages[:, None].expand(-1, SEQ), OLD: step.old, REFERENCE: step.reference,
+        ADVANTAGE: step.advantages[:, None].expand(-1, SEQ), OLD: step.old, REFERENCE_TOKENS: step.reference,
         WEIGHT: torch.tensor(weights, dtype=torch.float64),
     }  # fmt: skip
     bits = {name: each.contiguous().view(torch.int64).flatten() for name, each in values.items()}
@@ -254,7 +254,7 @@ def test_gradient_of_the_kl_term_is_that_of_a_divergence(kl: KLEstimator, revers
     (expected,) = torch.autograd.grad(divergence.sum(), leaf)
     policy = TokenPolicy(GRPOConfig(beta=1.0, kl=kl), RolloutsConfig())
     ones = torch.ones(VOCABULARY, dtype=torch.float64)
-    values = {ADVANTAGE: 0 * ones, REFERENCE: q.log_softmax(-1)[0], WEIGHT: p.softmax(-1)[0]}
+    values = {ADVANTAGE: 0 * ones, REFERENCE_TOKENS: q.log_softmax(-1)[0], WEIGHT: p.softmax(-1)[0]}
     chunk = Chunk(
         p.expand(VOCABULARY, -1).clone(), torch.arange(VOCABULARY),
         values={name: each.contiguous().view(torch.int64) for name, each in values.items()},
@@ -269,14 +269,14 @@ def test_metrics_are_shares_of_tokens() -> None:
     is_real, log_probs = step.mask.flatten() > 0, step.of(step.logits).flatten()
     values = {
         ADVANTAGE: step.advantages[:, None].expand(-1, SEQ).flatten(), OLD: step.old.flatten(),
-        REFERENCE: step.reference.flatten(), WEIGHT: torch.ones(ANSWERS * SEQ, dtype=torch.float64),
+        REFERENCE_TOKENS: step.reference.flatten(), WEIGHT: torch.ones(ANSWERS * SEQ, dtype=torch.float64),
     }  # fmt: skip
     targets = step.tokens.flatten().masked_fill(~is_real, IGNORED)
     bits = {name: each.contiguous().view(torch.int64) for name, each in values.items()}
     policy.token_loss.of_chunk(Chunk(step.logits.flatten(0, 1).clone(), targets, values=bits))
     sums = dict(zip(policy.metrics, policy.token_loss.take_sums(len(policy.metrics)).tolist(), strict=True))
     ratios, advantages = (log_probs - values[OLD]).exp(), values[ADVANTAGE]
-    difference = values[REFERENCE] - log_probs
+    difference = values[REFERENCE_TOKENS] - log_probs
     distribution = torch.distributions.Categorical(logits=step.logits.flatten(0, 1))
     assert sums == pytest.approx({
         "entropy": float(distribution.entropy()[is_real].sum()),

@@ -176,8 +176,8 @@ class RewardFunctionsConfig:
         if len(set(self.functions)) < len(self.functions):
             problems.append(f"reward.functions={self.functions}: must name each function once")
         problems += [
-            f"reward.functions: {name!r} is no function; write one of {', '.join(RewardName)}, or your own as mine.py:score "
-            "or my_package.rewards:score"
+            f"reward.functions: {name!r} is no function; write one of {', '.join(RewardName)}, or your own as "
+            "mine.py:score or my_package.rewards:score"
             for name in self.functions
             if name not in list(RewardName) and not (_FILE_FUNCTION.fullmatch(name) or re.fullmatch(IMPORT_PATH, name))
         ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from components.config.schema.optimizer import MuonConfig, OptimizerKind, SGDConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.run import PeftConfig
-from components.config.shape import stage_layers
+from components.config.shape import local_heads, stage_layers
 from components.planning.formulas.architecture import Sharding, Weight
 from components.planning.formulas.communication import (
     MeshGroups,
@@ -171,6 +171,7 @@ class _Estimate:
         terms.append(self._launches(rank, total(terms)))
         terms.append(self._routing(rank))
         terms.append(self._activation_offload(rank))
+        terms.append(self._sampling())
         terms += self._once(rank)
         terms = [term for term in terms if term.value > 0]
         seconds = total(terms)
@@ -365,6 +366,24 @@ class _Estimate:
             waits * _ROUTING_LAUNCHES * hardware.launch_seconds * self.implementation.waits_for_routing,
             f"{waits:g} waits x {_ROUTING_LAUNCHES} launches x {hardware.launch_seconds:.3g} s",
             f"{hardware.name}: launch_seconds",
+        )
+
+    def _sampling(self) -> Term:
+        """Return the time of sampling: for each token a forward that reads the weights and half of the cache, or that
+        launches a third of the kernels of a step. Gathering the weights once is left out."""
+        workload, hardware, cached = self.workload, self.hardware, 0.0
+        architecture, tp, item = workload.architecture, workload.mesh.tp, workload.compute_bytes
+        for kind in filter(lambda each: each.attends, architecture.kinds):
+            heads, kv_heads, _ = architecture.heads_of(kind)
+            cached += local_heads(heads, kv_heads, tp)[1] * sum(architecture.score_widths(kind))
+        weights = sum(weight.size for weight in self.outer) + sum(self.layers[each].size for each in architecture.kinds)
+        moved = item * (weights + workload.generated_rows * workload.generated_tokens / 2 * cached)
+        host = len(architecture.kinds) * _LAUNCHES / 3 * hardware.launch_seconds
+        return Term(
+            "sampling of answers",
+            workload.sampling_forwards * max(moved / hardware.copy_bandwidth, host),
+            f"{workload.sampling_forwards:,.0f} forwards of {workload.generated_rows} rows x max({moved:.3g} B / "
+            f"{hardware.copy_bandwidth:.3g} B/s, kernels of {len(architecture.kinds)} layers launched in {host:.3g} s)",
         )
 
     def _activation_offload(self, rank: _Part) -> Term:

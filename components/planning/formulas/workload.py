@@ -6,16 +6,21 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from components.config.mesh_rules import fitting_micro_batch
 from components.config.schema.model import Attention, DType, Float8, LossMethod, ModelConfig, Qat
 from components.config.schema.objective import (
     DistillationConfig,
     DPOConfig,
+    GSPOConfig,
+    KLEstimator,
     KTOConfig,
+    PolicyConfig,
     PreferenceConfig,
     Reference,
     RewardConfig,
+    RLOOConfig,
     ScoreConfig,
 )
 from components.config.schema.optimizer import OptimizerConfig
@@ -24,7 +29,14 @@ from components.config.schema.parallelism import (
     ParallelismConfig,
     Strategy,
 )
-from components.config.schema.recipes import TrainConfig, frozen_model, score_labels, section
+from components.config.schema.recipes import (
+    GrpoConfig,
+    TrainConfig,
+    frozen_model,
+    policy_reference,
+    score_labels,
+    section,
+)
 from components.config.schema.run import PeftConfig
 from components.config.shape import read_shape
 from components.planning.formulas.architecture import Architecture, read_architecture
@@ -84,10 +96,14 @@ class Workload:
     """Outputs of the score head; 0: an LM head."""
     rows_per_unit: int = 1
     """Rows per unit of the configured batch sizes: 2 for pairs of answers."""
-    generated_rows: int = 0
-    """Answers that a rank generates at once; 0: none."""
+    generated_answers: int = 0
+    """Answers that all ranks generate together; 0: none."""
+    rows_at_once: int = 1
+    """Most of them that a rank generates at once."""
     generated_tokens: int = 0
     """Most tokens of such a row, its prompt and its answer."""
+    sampled_tokens: float = 0.0
+    """Tokens of each answer per optimizer step that uses it; 0 outside of reinforcement learning."""
 
     def on_mesh(
         self, parallelism: ParallelismConfig, mesh: MeshShape, micro_batch_size: int, compiled: bool
@@ -107,6 +123,19 @@ class Workload:
             micro_batch=micro_batch,
             micro_batches=max(1, self.rows_per_step // (mesh.dp * micro_batch)),
         )
+
+    @property
+    def generated_rows(self) -> int:
+        """Answers that a rank generates at once; 0 under pp, which keeps no keys and values."""
+        if self.mesh.pp > 1:
+            return 0
+        return min(self.rows_at_once, -(-self.generated_answers // (self.mesh.dp * self.mesh.cp)))
+
+    @property
+    def sampling_forwards(self) -> float:
+        """Forwards of one token of `generated_rows` rows on a rank, per optimizer step."""
+        own = -(-self.generated_answers // (self.mesh.dp * self.mesh.cp))
+        return self.sampled_tokens * -(-own // self.rows_at_once)
 
     @property
     def rows_per_step(self) -> int:
@@ -210,7 +239,7 @@ def build_workload(
         float8=model.float8,
         compiled=compiled,
         fused=(compiled or fuses) and not architecture.family.norm_offset,
-        loss=LossMethod.chunked if section(cfg, DistillationConfig) else model.loss,
+        loss=LossMethod.chunked if section(cfg, DistillationConfig) or section(cfg, PolicyConfig) else model.loss,
         optimizer=cfg.optimizer,
         peft=cfg.peft,
         eager_attention=model.attention is Attention.eager,
@@ -224,16 +253,26 @@ def build_workload(
         kernels=on_gpu and _has_kernels(architecture.family.linear),
         labels=len(score_labels(cfg.data, scores) or ()),
         rows_per_unit=rows_per_unit,
-        generated_rows=_generated_rows(cfg, mesh),
-        generated_tokens=training.seq_len + cfg.generation.max_new_tokens,
+        **_generation(cfg),
     )
 
 
-def _generated_rows(cfg: TrainConfig, mesh: MeshShape) -> int:
-    """Return the most answers that a rank generates at once; 0 under pp, which keeps no keys and values."""
+def _generation(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the fields of a workload about answers that are generated."""
     how = cfg.generation
-    asked = max(how.samples + len(how.prompts), how.tool_calls)
-    return 0 if mesh.pp > 1 else min(how.rows, -(-asked // (mesh.dp * mesh.cp)))
+    if isinstance(cfg, GrpoConfig):
+        rollouts = cfg.rollouts
+        return {
+            "generated_answers": rollouts.batches * cfg.training.global_batch_size,
+            "rows_at_once": rollouts.rows,
+            "generated_tokens": cfg.training.seq_len,
+            "sampled_tokens": 0.0 if rollouts.replay is not None else rollouts.max_new_tokens / rollouts.updates,
+        }
+    return {
+        "generated_answers": max(how.samples + len(how.prompts), how.tool_calls),
+        "rows_at_once": how.rows,
+        "generated_tokens": cfg.training.seq_len + how.max_new_tokens,
+    }
 
 
 def architecture_of(model: ModelConfig, section: str = "model") -> Architecture:
@@ -265,6 +304,12 @@ def _compute_bytes(model: ModelConfig, *, on_gpu: bool) -> int:
 
 def _extra_forwards(cfg: TrainConfig) -> float:
     """Return the forwards of the trained model without gradients per forward with gradients."""
+    if isinstance(cfg, GrpoConfig):
+        objective, rollouts = cfg.objective, cfg.rollouts
+        is_of_answers = isinstance(objective, GSPOConfig | RLOOConfig) and rollouts.updates > 1
+        scores_old = rollouts.updates > 1 or (objective.beta > 0 and objective.kl is KLEstimator.k1)
+        scored = scores_old + (policy_reference(cfg) is Reference.adapters_off)
+        return is_of_answers + scored / rollouts.passes
     preference = section(cfg, PreferenceConfig)
     if preference is None:
         return 0.0

@@ -54,7 +54,7 @@ from components.training.preparation import prepare_frozen
 from components.training.prepared import Prepared
 from components.training.step import score_tokens
 
-ADVANTAGE, OLD, REFERENCE, WEIGHT = "advantage", "old_log_prob", "reference_log_prob", "weight"
+ADVANTAGE, OLD, REFERENCE_TOKENS, WEIGHT = "advantage", "old_log_prob", "reference_log_prob", "weight"
 """Names in `Batch.token_values` of a token's advantage, its log-probability under the weights that sampled it and under
 the reference, and its factor in the loss; the first two also in `Batch.rows`, of whole answers."""
 COUNTS = "counts"
@@ -107,16 +107,15 @@ class SampledLoss(TokenLoss):
             if chunk.weights is not None:
                 losses = losses * chunk.weights
             (slope,) = torch.autograd.grad(losses.sum(), leaf)  # (tokens,)
-        losses = losses.detach()
-        entropies = []
+        losses, probabilities, entropies = losses.detach(), log_probs.exp(), list[torch.Tensor]()
         if self.measures_entropy:
-            entropies = [sum_over_shards(-(log_probs.exp() * log_probs).sum(-1), group)]
+            entropies = [sum_over_shards(-torch.linalg.vecdot(probabilities, log_probs), group)]
         if measured := [*entropies, *self.metrics(chosen, values)]:
             self.add_sums(*(each.where(is_real, 0).sum() for each in measured))
         gradient = None
         if chunk.with_gradient:
             slope = slope / self.temperature  # by the logits: slope x (one-hot of the target - probabilities)
-            gradient = log_probs.exp_().mul_(-slope[:, None]).scatter_add_(1, index, (slope * is_local)[:, None])
+            gradient = probabilities.mul_(-slope[:, None]).scatter_add_(1, index, (slope * is_local)[:, None])
         return losses if chunk.per_token else losses.sum(), gradient
 
 
@@ -152,7 +151,7 @@ class PolicyLoss(SampledLoss):
             clipped = ratios.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
             losses = -torch.minimum(ratios * advantages, clipped * advantages)
         if self._adds_kl:
-            difference = values[REFERENCE] - log_probs
+            difference = values[REFERENCE_TOKENS] - log_probs
             is_k2 = cfg.kl is KLEstimator.k2
             losses = losses + cfg.beta * (difference.square() / 2 if is_k2 else _k3(difference))
         return losses * values[WEIGHT]
@@ -167,7 +166,7 @@ class PolicyLoss(SampledLoss):
             is_high = (ratios > 1 + self._cfg.clip_high) & (isinstance(self._cfg, CISPOConfig) | (advantages > 0))
             measured = [is_low.double(), is_high.double(), _k3(difference)]
         if self._cfg.beta > 0:
-            measured.append(_k3(values[REFERENCE] - log_probs))
+            measured.append(_k3(values[REFERENCE_TOKENS] - log_probs))
         return measured
 
 
