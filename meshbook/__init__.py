@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         DpoConfig,
         EvaluateConfig,
         FinetuneConfig,
+        GrpoConfig,
         PretrainConfig,
         TrainConfig,
     )

@@ -26,7 +26,8 @@ OTHER_COMMANDS = {
 ELSEWHERE = {
     "finetune": "train sft tune run full_finetune lora lora_finetune fine-tune",
     "pretrain": "pt cpt",
-    "dpo": "kto orpo rlhf rl simpo",
+    "dpo": "kto orpo rlhf simpo",
+    "grpo": "rl rloo ppo dapo gspo rlvr",
     "classify": "reward rm",
     "evaluate": "eval",
     "chat": "infer inference generate serve",

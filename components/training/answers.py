@@ -21,7 +21,7 @@ from components.data.dataset import LINEAR_TOKENS
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.packing import deal_rows, documents_size, plan_rows
 from components.data.pairs import PackedPairRow
-from components.protocol.run_files import PRIVATE, atomic_write
+from components.protocol.run_files import PRIVATE, atomic_write, disk_errors_named
 from components.storage.tensor_files import OpenFile, read_header
 from components.training.objectives.policy import ADVANTAGE, COUNTS, OLD, REFERENCE_TOKENS
 
@@ -95,8 +95,9 @@ class Answers:
         }
         stated = {"group": str(self.group), **{name: json.dumps(value) for name, value in metadata.items()}}
         stated[_HASH] = _hash_of(arrays, stated)
-        file.parent.mkdir(exist_ok=True)
-        atomic_write(file, save(arrays, stated), PRIVATE)
+        with disk_errors_named(file):
+            file.parent.mkdir(exist_ok=True)
+            atomic_write(file, save(arrays, stated), PRIVATE)
 
     @classmethod
     def read(cls, file: Path) -> tuple[Answers, dict[str, Any]]:

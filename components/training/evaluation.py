@@ -22,7 +22,7 @@ from components.distributed.init import get_local_world_size_preinit
 from components.json_collectives import all_gather_json
 from components.protocol.processes import usable_memory
 from components.training.context import RunContext
-from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
+from components.training.loss import all_ranks, count_targets, reduce_loss, sum_over_ranks
 from components.training.objectives import PLAIN, Chunk, RowScores, TokenLoss, TokenObjective, row_objective
 from components.training.objectives.base import CROSS_ENTROPY
 from components.training.objectives.cross_entropy import log_softmax, upcast
@@ -98,13 +98,14 @@ def _evaluate(
     model.module.train(was_training)
     if stopped:
         return Evaluation(float("nan"), 0, objective.unit)
-    loss, local_count, *metrics = sums.unbind()
+    loss, local_count, targets, *metrics = sums.unbind()
     reduced = reduce_loss([loss], local_count, dp_group=all_ranks(), check_finite=False)
     total, count = torch.cat(reduced).tolist()
     means: dict[str, float] = {}
     if metrics:
-        values = sum_over_ranks(torch.stack(metrics)).tolist()
-        means = {name: value / max(count, 1) for name, value in zip(objective.metrics, values, strict=True)}
+        all_targets, *values = sum_over_ranks(torch.stack([targets, *metrics])).tolist()
+        counted = max(all_targets if objective.metrics_per_target else count, 1)
+        means = {name: value / counted for name, value in zip(objective.metrics, values, strict=True)}
     if CROSS_ENTROPY in means:  # comparable with other runs, unlike a divergence, which is a metric of its own
         total = means.pop(CROSS_ENTROPY) * count
     return Evaluation(total / count if count else float("nan"), int(count), objective.unit, means)
@@ -121,15 +122,16 @@ def _counted(batches: Iterable[Batch], advance: Callable[[], None] | None) -> It
 def _sums(
     model: Prepared, batches: Iterable[Batch], objective: TokenObjective, run: RunContext | None
 ) -> tuple[torch.Tensor, bool]:
-    """Return this rank's sums (loss, units, *metrics) in float64, and whether the pass was stopped."""
+    """Return this rank's sums (loss, units, targets, *metrics) in float64, and whether the pass was stopped."""
     settings, rows = model.settings, row_objective(objective)
-    sums = torch.zeros(2 + len(objective.metrics), dtype=torch.float64, device=settings.device)
+    sums = torch.zeros(3 + len(objective.metrics), dtype=torch.float64, device=settings.device)
     scores: list[RowScores] = []  # three float64 values per row
     for host_batch in batches:
         if run is not None and run.agreed_to_stop():
             return sums, True
         batch = host_batch.to(settings.device)
         local = local_batch(batch, settings)
+        sums[2] += count_targets(batch.targets) * settings.counts_rows
         if rows is not None:
             scores.append(score_for(model, [local], rows))
             sums[1] += objective.count(batch) * settings.counts_rows
@@ -139,11 +141,12 @@ def _sums(
             sums[:2] += torch.stack([loss, objective.count(batch) * settings.counts_rows])
     if rows is None:
         token_sums = objective.token_loss.take_sums(len(objective.metrics))
-        sums[2:] += token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
+        sums[3:] += token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
     elif scores:
         weighted = weights_of_rows(model, RowScores.joined(scores), rows)
         measured = [weighted.metrics[name] for name in objective.metrics]
-        sums += torch.stack([weighted.loss_sum, sums.new_zeros(()), *measured]) * settings.counts_rows
+        sums[0] += weighted.loss_sum * settings.counts_rows
+        sums[3:] += torch.stack(measured) * settings.counts_rows
     return sums, False
 
 

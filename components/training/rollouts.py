@@ -220,10 +220,15 @@ class Rollouts:
         self._stops = self._stops or models.stop_tokens(model.module, self._tokenizer)
         with (
             generation_forward(model, run, cfg.rows, reports=reports) as forward,
-            run.status("sampling", len(repeated)),
+            run.status("sampling", cfg.max_new_tokens * -(-len(repeated) // forward.share[1])) as advance,
         ):
+
+            def show_progress(index: int, answer: list[int]) -> bool:
+                advance()
+                return False
+
             tokens = models.generate_tokens(
-                model.module, self._tokenizer, repeated, cfg.max_new_tokens, forward, sampling
+                model.module, self._tokenizer, repeated, cfg.max_new_tokens, forward, sampling, show_progress
             )
         if not tokens:
             return None
@@ -295,7 +300,9 @@ class Rollouts:
 
     def _named(self, rewards: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rewards of each function by the name of its metric, if there are several."""
-        names = [name.rpartition(":")[2] for name in self._cfg.reward.functions]
+        full = self._cfg.reward.functions
+        names = [name.rpartition(":")[2] for name in full]
+        names = names if len(set(names)) == len(names) else list(full)
         names += ["overlong"] * (len(rewards) - len(names))
         return {f"reward/{name}": each for name, each in zip(names, rewards, strict=True)} if len(names) > 1 else {}
 
@@ -403,6 +410,7 @@ class Rollouts:
             )
         if answers is not None:
             self._batches.drawn = drawn
+            self._run.print(f"step {number}: trains on the answers that were stored before for step {first}")
             if self._run.rank == 0 and not (self._folder / _name(first)).exists():
                 answers.write(self._folder / _name(first), {**self._identity, "before": -1, "drawn": drawn})
         return answers

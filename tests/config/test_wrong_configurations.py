@@ -99,6 +99,12 @@ def labeled_rows(folder: Path) -> None:
     rows_of_answers(folder, text="a", label=0)
 
 
+def problems_to_solve(folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", {"prompt": "1 + 1", "answer": "2"}, {"prompt": "2 + 2", "answer": "4"})
+    write_rows(folder / "unanswered.jsonl", {"prompt": "1 + 1", "solution": "2"})
+    (folder / "mine.py").write_text("def score(answers):\n    return [0.0] * len(answers)\n")
+
+
 def teacher_files(folder: Path) -> None:
     for name in ("bare", "run/export", "small"):
         (folder / name).mkdir(parents=True)
@@ -140,6 +146,7 @@ SETUPS = {
     "data_files": Setup(write=data_files),
     "model_files": Setup(write=model_files, arguments=()),
     "preferences": Setup("dpo", rows_of_answers, ("model=tiny", "data.path=rows.jsonl")),
+    "rewards": Setup("grpo", problems_to_solve, ("model=tiny", "data.path=rows.jsonl")),
     "distillation": Setup("distill", teacher_files, (*STUDENT, "objective.temperature=2")),
     "stored_teacher": Setup("teacher", teacher_files, STUDENT),
     "labels": Setup("classify", labeled_rows, ("model=tiny", "data.path=rows.jsonl")),

@@ -164,6 +164,10 @@ OBJECTIVES: dict[str, tuple[PolicyConfig, Formula]] = {
 }
 
 
+OF_ANSWERS = ("gspo", "rloo")
+"""Objectives with one ratio for an answer; the metric of the others is the entropy, a mean over tokens."""
+
+
 def advantages(name: str, stored: Answers) -> list[np.ndarray]:
     kl = [old - ref for old, ref in zip(stored.log_probs[OLD], stored.log_probs[REFERENCE_TOKENS], strict=True)]
     cfg = OBJECTIVES[name][0]
@@ -175,17 +179,23 @@ def expected(plain: Any, name: str) -> Curve:
     model, stored = copy.deepcopy(plain).train(), answers()
     of_tokens = advantages(name, stored)
 
-    def loss_of(step: int) -> tuple[torch.Tensor, None]:
-        sampled = []
+    def loss_of(step: int) -> tuple[torch.Tensor, float | None]:
+        sampled, entropies = [], []
         for place, tokens in enumerate(stored.tokens):
             prompt = stored.prompts[place // GROUP]
             logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-            new = (logits / TEMPERATURE).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            distribution = torch.distributions.Categorical(logits=logits / TEMPERATURE)
+            new = distribution.log_prob(torch.tensor(tokens))
+            entropies += [distribution.entropy().detach()] if name != "dapo" or stored.ended[place] else []
             others = (stored.log_probs[OLD][place], stored.log_probs[REFERENCE_TOKENS][place], of_tokens[place])
             sampled.append(Sampled(new, *map(torch.from_numpy, others)))
-        return OBJECTIVES[name][1](sampled), None
+        return OBJECTIVES[name][1](sampled), None if name in OF_ANSWERS else float(torch.cat(entropies).mean())
 
-    return curves.plain_curve(model, loss_of, STEPS, LR)
+    curve = curves.plain_curve(model, loss_of, STEPS, LR)
+    with torch.no_grad():
+        loss, entropy = loss_of(STEPS)
+    curve.held_out = (float(loss), *([] if entropy is None else [entropy]))
+    return curve
 
 
 @dataclass
@@ -211,7 +221,7 @@ def train(plain: Any, axes: dict[str, Any], name: str, packed: bool) -> Curve:
     prepared = training.Prepared(model, settings, called)
     stored, objective = answers(), OBJECTIVES[name][0]
     policy: Policy = TokenPolicy(objective, ROLLOUTS)
-    if name in ("gspo", "rloo"):
+    if name in OF_ANSWERS:
         policy = SequencePolicy(objective, ROLLOUTS)
     values = {
         ADVANTAGE: advantages(name, stored),
@@ -225,7 +235,11 @@ def train(plain: Any, axes: dict[str, Any], name: str, packed: bool) -> Curve:
     )
     masked = [not ended for ended in stored.ended] if name == "dapo" else []
     batches = micro_batches(stored, plan, values, masked=masked, packed=PACKED_LENGTH if packed else None)
-    return curves.curve_on_mesh(prepared, policy, SameAnswers(batches), STEPS, LR)  # type: ignore[arg-type]
+    metric = "" if name in OF_ANSWERS else "entropy"
+    curve = curves.curve_on_mesh(prepared, policy, SameAnswers(batches), STEPS, LR, metric)  # type: ignore[arg-type]
+    measured = training.evaluate(prepared, batches, policy)
+    curve.held_out = (measured.loss, *([measured.metrics[metric]] if metric else []))
+    return curve
 
 
 SP, ZBV = {"sequence_parallel": True}, {"pp_schedule": "ZBVZeroBubble"}
