@@ -113,7 +113,8 @@ def fake_run(
             padding=data.Padding(multiple=mesh.sequence_multiple),
         )
         rows = objectives.rows_of(objective, cfg.data.pack) if rows is None else rows
-        stored = objectives.StoredZeros(rows) if objective == "stored_distillation" else None
+        with_values = objective in ("stored_distillation", "dapo")
+        stored = objectives.StoredZeros(rows, sampled=objective == "dapo") if with_values else None
         batches = data.TrainBatches(rows, plan, seed=5, token_values=stored)
         built = objectives.build(objective, cfg.model, prepared, teacher)
         yield FakeRun(cfg, prepared, built, training.build_optimizer(prepared, cfg.optimizer), batches)

@@ -11,12 +11,21 @@ import torch
 from components import data, training
 from components.config.schema import DistillConfig, DpoConfig, ModelConfig, RewardConfig
 from components.config.schema.data import IGNORED, DocsDataConfig, PreferencesDataConfig
-from components.config.schema.objective import DistillationConfig, DPOConfig, KTOConfig, Reference, TeacherConfig
+from components.config.schema.objective import (
+    DAPOConfig,
+    DistillationConfig,
+    DPOConfig,
+    KTOConfig,
+    Reference,
+    TeacherConfig,
+)
+from components.config.schema.rollouts import RolloutsConfig
 from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
 from components.distributed.mesh import Mesh
 from components.models.tokenizer import byte_tokenizer
+from components.training.objectives.policy import ADVANTAGE, OLD, REFERENCE_TOKENS, WEIGHT, TokenPolicy
 from components.training.objectives.preference import REFERENCE
 from components.training.objectives.teacher import StoredDistillation, hidden_states_of
 from tests.distributed.packed import SEQ_LEN, unpacked
@@ -39,13 +48,15 @@ class PadOnlyTokenizer:
 
 
 class StoredZeros:
-    """Stored values of a teacher, all zero: 9 tokens for each target."""
+    """Stored values of a teacher, all zero: 9 tokens for each target; or those of sampled answers."""
 
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
+    def __init__(self, rows: Any, sampled: bool = False) -> None:
+        self._rows, self._sampled = rows, sampled
 
     def of_row(self, index: int) -> Mapping[str, np.ndarray]:
         count = sum(label != IGNORED for label in self._rows[index].labels[1:])
+        if self._sampled:
+            return dict.fromkeys((ADVANTAGE, OLD, REFERENCE_TOKENS, WEIGHT), np.zeros(count))
         return {
             TOKEN_IDS: np.zeros((count, 9), np.int32),
             LOG_PROBS: np.zeros((count, 10), np.float32),
@@ -63,7 +74,7 @@ def rows_of(name: str, pack: bool, seq_len: int = 0) -> Any:
         if seq_len
         else data.Dataset([*unpacked(count=200)], PadOnlyTokenizer(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
     )
-    if name in ("next_token", "distillation", "stored_distillation"):
+    if name in ("next_token", "distillation", "stored_distillation", "dapo"):
         return data.PackedDataset(samples, seq_len or SEQ_LEN) if pack else samples
     pairs = [(first, first + 1) for first in range(0, len(samples), 2)]
     if name == "classification":
@@ -97,6 +108,8 @@ def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: traini
     if name == "stored_distillation":
         stored = DistillConfig(model=cfg, data=DocsDataConfig(), teacher=TeacherConfig(stored="stored"))
         return StoredDistillation(stored, byte_tokenizer(), vocabulary)
+    if name == "dapo":
+        return TokenPolicy(DAPOConfig(beta=0.1), RolloutsConfig(batches=2, temperature=0.7))
     if name == "classification":
         return training.Classification()
     if name == "reward":

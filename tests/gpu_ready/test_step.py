@@ -45,6 +45,7 @@ TRAINED = {
     "stored_distillation": Trained(
         TEACHERS[2:], ["tp with sequence parallelism"], {**CHUNKED, "objective": "stored_distillation"}
     ),
+    "dapo": Trained(TEACHERS, ["single", "tp with sequence parallelism"], {**CHUNKED, "objective": "dapo"}),
     "classification": Trained(TEACHERS, ["tp with sequence parallelism"], {"objective": "classification"}),
     "reward": Trained(["single", "cp by all_gather", "pp"], ["cp by all_gather"], {"objective": "reward"}),
     "dpo": Trained(TEACHERS, ["cp by ulysses"], {"objective": "dpo"}),
