@@ -256,12 +256,12 @@ def row_objective(objective: TokenObjective) -> RowObjective | None:
 
 
 def check_dropout(model: Any, kind: ObjectiveKind) -> None:
-    """Raise ConfigError for a model with dropout, whose two passes would use different dropout masks."""
+    """Raise ConfigError for a model with dropout, which would score the same rows differently in each pass."""
     config = model.config.get_text_config().to_dict()
     rates = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
     if rates:
         raise ConfigError(
             f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in rates.items())}, but "
-            f"objective.kind={kind} needs a model without dropout, as its two passes would use different dropout "
-            "masks; set these values to 0 in its config.json, or use another model"
+            f"objective.kind={kind} compares passes over the same rows, which would use different dropout masks; set "
+            "these values to 0 in its config.json, or use another model"
         )
