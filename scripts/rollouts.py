@@ -21,6 +21,7 @@ from typing import Any
 from components import models
 from components.config.compose.frozen import read_frozen
 from components.config.schema import GrpoConfig
+from components.config.schema.rollouts import RewardFunctionsConfig
 from components.presentation import PlainConsole, new_table, number_text
 from components.protocol.errors import EXIT_INTERRUPTED, EXIT_INVALID, ConfigError
 from components.protocol.failures import print_problems
@@ -42,9 +43,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per line for each answer of the batch")
     options = parser.parse_args(arguments)
     try:
-        answers, step = _batch(options.run_dir, options.step)
         cfg = read_frozen(options.run_dir / CONFIG, GrpoConfig)
-        rows = _rows(answers, models.load_tokenizer(cfg.model), [*cfg.reward.functions, "overlong"])
+        answers, step = _batch(options.run_dir, options.step, cfg.rollouts.updates)
+        rows = _rows(answers, models.load_tokenizer(cfg.model), cfg.reward)
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID
@@ -52,19 +53,24 @@ def main(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     if options.json:
         for row in rows:
-            print_text(json.dumps(row, ensure_ascii=False))
+            # In ASCII, and without DEL: control characters that `print_text` escapes would be no JSON.
+            print_text(json.dumps(row).replace("\x7f", "\\u007f"))
         return 0
     _print(rows, answers.group, options.prompts, every=options.all)
     print_text(f"{len(rows)} answers to {len(answers.prompts)} prompts, first trained on in step {step}")
     return 0
 
 
-def _batch(run_dir: Path, step: int | None) -> tuple[Answers, int]:
-    """Return the answers that a step trained on, and the first step that did. Raises ConfigError if there are none."""
+def _batch(run_dir: Path, step: int | None, updates: int) -> tuple[Answers, int]:
+    """Return the answers that a step trained on, and the first of the `updates` steps that did.
+
+    Raises ConfigError if there are none.
+    """
     files = {int(file.stem): file for file in (run_dir / ROLLOUTS).glob("*.safetensors") if file.stem.isdecimal()}
-    first = max((number for number in files if step is None or number <= step), default=None)
+    first = max((number for number in files if step is None or step - updates < number <= step), default=None)
     if first is None:
-        found = f"it has those of steps {min(files)} to {max(files)}" if files else "it has none"
+        last = max(files, default=0) + updates - 1
+        found = f"it has those of steps {min(files)} to {last}" if files else "it has none"
         raise ConfigError(f"{run_dir}: has no answers{'' if step is None else f' of step {step}'}; {found}")
     try:
         return Answers.read(files[first])[0], first
@@ -72,38 +78,45 @@ def _batch(run_dir: Path, step: int | None) -> tuple[Answers, int]:
         raise ConfigError(f"{files[first]}: cannot be read ({error})") from error
 
 
-def _rows(answers: Answers, tokenizer: Any, names: list[str]) -> list[dict[str, Any]]:
-    """Return the values of each answer by name."""
-    rows = []
+def _rows(answers: Answers, tokenizer: Any, cfg: RewardFunctionsConfig) -> list[dict[str, Any]]:
+    """Return the values of each answer by name. A reward of None: the answer has none."""
+    rows, names, scores = [], [*cfg.functions, "overlong"], answers.scores(cfg.weights).tolist()
     for place, tokens in enumerate(answers.tokens):
         number = place // answers.group
-        of_functions = dict(zip(names, answers.rewards[:, place].tolist(), strict=False))
+        of_functions = dict(zip(names, map(_known, answers.rewards[:, place].tolist()), strict=False))
         rows.append({
             "prompt_number": answers.samples[number],
             "prompt": tokenizer.decode(answers.prompts[number], skip_special_tokens=True),
             "answer": tokenizer.decode(tokens, skip_special_tokens=True),
-            "rewards": {name: None if math.isnan(value) else value for name, value in of_functions.items()},
+            "reward": _known(scores[place]),
+            "rewards": of_functions,
             "tokens": len(tokens),
             "ended": answers.ended[place],
         })  # fmt: skip
     return rows
 
 
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
 def _print(rows: list[dict[str, Any]], group: int, prompts: int, *, every: bool) -> None:
-    """Print a table of the prompts whose answers differ most in their summed rewards."""
-    sums = [sum(value or 0.0 for value in row["rewards"].values()) for row in rows]
+    """Print a table of the prompts whose answers differ most in their rewards."""
+    scores = [-math.inf if row["reward"] is None else row["reward"] for row in rows]
     groups = [range(start, start + group) for start in range(0, len(rows), group)]
 
     def spread(places: range) -> float:
-        return max(sums[place] for place in places) - min(sums[place] for place in places)
+        known = [scores[place] for place in places if scores[place] > -math.inf]
+        return max(known) - min(known) if known else -1.0
 
     table = new_table(("prompt", "reward", "tokens", "answer"), (0, 3), wrap=True)
     for places in sorted(groups, key=spread, reverse=True)[:prompts]:
-        order = sorted(places, key=lambda place: -sums[place])
+        order = sorted(places, key=lambda place: -scores[place])  # without a reward last
         for number, place in enumerate(order if every else [order[0], order[-1]]):
             row = rows[place]
             cut = "" if row["ended"] else " (cut)"
-            texts = (row["prompt"] if number == 0 else "", number_text(sums[place], ".4g"), f"{row['tokens']}{cut}")
+            reward = "none" if row["reward"] is None else number_text(row["reward"], ".4g")
+            texts = (row["prompt"] if number == 0 else "", reward, f"{row['tokens']}{cut}")
             table.add_row(*texts, row["answer"])
     PlainConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
 

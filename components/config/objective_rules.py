@@ -23,7 +23,7 @@ from components.config.schema.objective import (
 )
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.recipes import GrpoConfig, RecipeConfig, policy_reference
-from components.config.schema.rollouts import CutAnswers, Normalization
+from components.config.schema.rollouts import CutAnswers, GroupFilter, Normalization
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import GenerationConfig
 from components.protocol.errors import field_values
@@ -148,6 +148,11 @@ def policy_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
             f"training.batch_size_ramp={training.batch_size_ramp}: the steps that share answers (rollouts.batches="
             f"{rollouts.batches}, rollouts.passes={rollouts.passes}) must be of one size; remove it, or set both to 1"
         )
+    if training.epochs is not None and rollouts.filter is not GroupFilter.none:
+        problems.append(
+            f"training.epochs={training.epochs:g}: with rollouts.filter={rollouts.filter} a step draws as many prompts "
+            "as it needs, so their number in an epoch gives no number of steps; set training.max_steps"
+        )
     if rollouts.max_new_tokens >= training.seq_len:
         problems.append(
             f"rollouts.max_new_tokens={rollouts.max_new_tokens}: must be less than training.seq_len="
@@ -163,12 +168,12 @@ def policy_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
             f"training.neftune_alpha={training.neftune_alpha:g}: answers are sampled without this noise, so their "
             "probabilities would differ in training; set it to 0"
         )
-    limit = 2 * cfg.reward.timeout_seconds * len(cfg.reward.functions)
+    limit = (cfg.reward.timeout_seconds + cfg.reward.retry_seconds) * len(cfg.reward.functions)
     if 0 < training.step_timeout_seconds <= limit:
         problems.append(
             f"training.step_timeout_seconds={training.step_timeout_seconds:g}: must exceed {limit:g}, as reward "
             f"functions may take that long (reward.timeout_seconds={cfg.reward.timeout_seconds:g} for each, and again "
-            "for answers alone) while no rank computes; raise it, or lower reward.timeout_seconds"
+            "for its answers one by one) while no rank computes; raise it, or lower reward.timeout_seconds"
         )
     if cfg.model.loss not in (LossMethod.auto, LossMethod.chunked):
         problems.append(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xxhash
@@ -84,7 +85,7 @@ class Prompts(ItemSequence[RewardedPrompt]):
         """Return the prompt at `index`."""
         return self._rows[index]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the tokens of all prompts, and of what reward functions receive."""
         digest = xxhash.xxh3_128()
@@ -179,7 +180,7 @@ class PromptBatches(TrainBatches):
 
     def __init__(self, prompts: Prompts, plan: BatchPlan, rollouts: RolloutsConfig, *, seed: int) -> None:
         super().__init__(prompts, replace(plan, deals=False), seed=seed, fingerprint=prompts.fingerprint)  # type: ignore[arg-type]
-        self._answers = rollouts.group * rollouts.passes
+        self._rollouts = rollouts
 
     @property
     def drawn(self) -> int:
@@ -205,4 +206,7 @@ class PromptBatches(TrainBatches):
     def steps_for(self, epochs: float) -> int:
         """Return the optimizer steps of a run that draws every prompt `epochs` times, counted from the cursor."""
         prompts = math.ceil(Fraction(str(epochs)) * self._order.size)
-        return self._plan.steps_for(prompts * self._answers, self._step, self._sample * self._answers)
+        uses = self._rollouts.group * self._rollouts.passes  # of a prompt: an answer in a step
+        # The prompts of a begun batch are all drawn, but some of its steps remain.
+        remaining = -self._step % self._rollouts.updates * self._plan.global_batch_size
+        return self._plan.steps_for(prompts * uses, self._step, self._sample * uses - remaining)

@@ -235,12 +235,14 @@ def _replay_problems(cfg: GrpoConfig, replay: str) -> list[str]:
     if not numbers:
         return [f"{key}: has no answers in {run / ROLLOUTS}; set it to a run directory of recipes/grpo.py"]
     other, problems = read_frozen(run / CONFIG, GrpoConfig), list[str]()
-    used = ("group", "batches", "passes", "max_new_tokens", "temperature")
+    used = ("group", "batches", "passes", "max_new_tokens", "temperature", "overlong_margin")
     values = {f"rollouts.{name}": [getattr(each.rollouts, name) for each in (cfg, other)] for name in used}
-    sizes = [each.training.global_batch_size for each in (cfg, other)]
-    for name, (own, theirs) in {**values, "training.global_batch_size": sizes}.items():
+    values["training.global_batch_size"] = [each.training.global_batch_size for each in (cfg, other)]
+    values["reward.functions"] = [each.reward.functions for each in (cfg, other)]
+    for name, (own, theirs) in values.items():
         if own != theirs:
-            problems.append(f"{name}={own}: the answers of {key} were sampled with {theirs}; set it to that")
+            of_answers = "rewarded" if name == "reward.functions" else "sampled"
+            problems.append(f"{name}={own}: the answers of {key} were {of_answers} with {theirs}; set it to that")
     last = max(numbers) + other.rollouts.updates - 1
     if cfg.training.max_steps is not None and cfg.training.max_steps > last:
         problems.append(

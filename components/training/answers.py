@@ -16,6 +16,7 @@ import xxhash
 from safetensors.numpy import load, save
 
 from components.batch import Batch
+from components.config.schema.rollouts import Normalization
 from components.data.batches import BatchPlan, collate
 from components.data.dataset import LINEAR_TOKENS
 from components.data.examples import IGNORED, Example, PackedRow
@@ -23,7 +24,7 @@ from components.data.packing import deal_rows, documents_size, plan_rows
 from components.data.pairs import PackedPairRow
 from components.protocol.run_files import PRIVATE, atomic_write, disk_errors_named
 from components.storage.tensor_files import OpenFile, read_header
-from components.training.objectives.policy import ADVANTAGE, COUNTS, OLD, REFERENCE_TOKENS
+from components.training.objectives.policy import ADVANTAGE, COUNTS, OLD, REFERENCE_TOKENS, summed_rewards
 
 _HASH = "hash"
 """Key of a file's metadata: hash of its tensors and of the other metadata."""
@@ -55,6 +56,14 @@ class Answers:
     def lengths(self) -> list[int]:
         """Tokens of each answer."""
         return [len(tokens) for tokens in self.tokens]
+
+    def scores(self, weights: Sequence[float]) -> np.ndarray:
+        """Return the reward of each answer, (answers,): the weighted sum over functions; NaN: none.
+
+        `weights`: reward.weights; functions without one count once.
+        """
+        full = [*weights, *[1.0] * (len(self.rewards) - len(weights))]
+        return summed_rewards(self.rewards, full, Normalization.sum_then_normalize, self.group)
 
     def select(self, groups: Sequence[int]) -> Answers:
         """Return the answers to some of the prompts."""

@@ -86,7 +86,8 @@ class RewardFunctions:
         """Return the rewards of `answers` by every function.
 
         If a function fails for the list, it is called again with each answer alone, so that only those for which it
-        fails again get no reward. Each of these calls may take an equal part of the time limit, but at least a second.
+        fails again get no reward. Each of these calls may take an equal part of the time limit, but at least a second;
+        answers that are left after `reward.retry_seconds` get no reward either.
 
         Raises ConfigError, for all answers, if a function cannot be loaded, requires an argument that does not exist,
         or does not return a list with a finite number or None for each answer.
@@ -116,11 +117,13 @@ class RewardFunctions:
         self, function: int, answers: list[str], columns: _Columns, step: int
     ) -> dict[int, float | None]:
         """Return the reward of each answer for which the function does not fail, by the answer's index."""
-        rewards = {}
+        rewards, end = {}, time.monotonic() + self._cfg.retry_seconds
         for i, answer in enumerate(answers):
+            if (left := end - time.monotonic()) <= 0:
+                break
             column_values = {key: [values[i]] for key, values in columns.items()}
             with suppress(_FunctionError):
-                seconds = max(1.0, self._cfg.timeout_seconds / len(answers))
+                seconds = min(left, max(1.0, self._cfg.timeout_seconds / len(answers)))
                 (rewards[i],) = self._call(function, [answer], column_values, step, seconds)
         return rewards
 
@@ -222,6 +225,7 @@ def _serve() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # answers may hold surrogates
     functions: list[tuple[str, Callable[..., Any]]] = []
+    own = os.getpid()
     # closefd: the rank reads the end of the socket when this process has ended, after its exit handlers.
     with open(descriptor, "rb", closefd=False) as requests, open(descriptor, "wb", closefd=False) as replies:
         for line in requests:
@@ -238,6 +242,8 @@ def _serve() -> None:
                     reply = {}
             except ConfigError as error:
                 reply = {"problem": str(error)}
+            if os.getpid() != own:  # a process that the function has forked, and that returned too
+                os._exit(0)
             replies.write(json.dumps(reply).encode() + b"\n")
             replies.flush()
     if functions:  # the rank was killed: leave no process behind that a function has started
@@ -314,7 +320,7 @@ def _reply(name: str, function: Callable[..., Any], answers: list[str], columns:
     """Return the reply to a call: rewards, or the traceback of an exception. Raises ConfigError as `_checked` does."""
     call = _bound(name, function, answers, columns, step)
     try:
-        returned = call()
+        returned = _plain(call())
     except BaseException as error:  # SystemExit too: it ends this call, not the worker
         return {"failure": _traceback(error)}
     return {"rewards": _checked(name, returned, len(answers))}
@@ -371,13 +377,12 @@ def _bound(
 def _checked(name: str, returned: Any, count: int) -> list[float | None]:
     """Return the rewards as floats. Raises ConfigError unless there is a finite number, or none, for each answer."""
     rule = "must return a list with a finite number, or None for no reward, for each answer"
-    values = _plain(returned)
-    if not isinstance(values, list | tuple):
-        raise ConfigError(f"reward.functions={name}: returned a value of type {type(values).__name__}; {rule}")
-    if len(values) != count:
-        raise ConfigError(f"reward.functions={name}: returned {len(values)} values for {count} answers; {rule}")
+    if not isinstance(returned, list | tuple):
+        raise ConfigError(f"reward.functions={name}: returned a value of type {type(returned).__name__}; {rule}")
+    if len(returned) != count:
+        raise ConfigError(f"reward.functions={name}: returned {len(returned)} values for {count} answers; {rule}")
     rewards: list[float | None] = []
-    for value in map(_plain, values):
+    for value in map(_plain, returned):
         if value is None:
             rewards.append(None)
             continue

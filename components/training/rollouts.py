@@ -72,7 +72,16 @@ class Rollouts:
         policy: Policy,
         reward: RewardFunctions,
     ) -> None:
-        """`reward`: is not called if the answers of another run are replayed, but for held-out prompts."""
+        """Raises ConfigError if the model's context is shorter than training.seq_len.
+
+        `reward`: is not called if the answers of another run are replayed, but for held-out prompts.
+        """
+        context, seq_len = models.context_length(model.module), cfg.training.seq_len
+        if context is not None and seq_len > context:
+            raise ConfigError(
+                f"training.seq_len={seq_len}: answers are sampled within the model's context of {context} tokens; "
+                "lower it to that, or extend the context (model/rope=yarn)"
+            )
         self._cfg, self._run, self._model, self._tokenizer = cfg, run, model, tokenizer
         self._batches, self._policy, self._reward = batches, policy, reward
         self._folder = Path(run.dir) / ROLLOUTS
@@ -145,7 +154,7 @@ class Rollouts:
             answers = self._sampled(prompts, range(len(prompts)), 1, sampling)
         if answers is None:
             return Evaluation(math.nan, 0, "answer")
-        scores = self._scores(answers)
+        scores = answers.scores(self._cfg.reward.weights)
         metrics = {"answer_tokens": float(np.mean(answers.lengths)), "cut": 1 - float(np.mean(answers.ended))}
         metrics |= {name: _mean(each) for name, each in self._named(answers.rewards).items()}
         known = int((~np.isnan(scores)).sum())
@@ -155,12 +164,13 @@ class Rollouts:
         """Print the best and the worst answer of the last batch to the prompt whose rewards differ most, on rank 0."""
         if not self._first:
             return
-        cfg, answers, scores = self._cfg.rollouts, self._answers, np.nan_to_num(self._scores(self._answers))
-        groups = scores.reshape(-1, cfg.group)
-        number = int(np.argmax(groups.max(1) - groups.min(1)))
+        cfg, answers = self._cfg.rollouts, self._answers
+        groups = answers.scores(self._cfg.reward.weights).reshape(-1, cfg.group)
+        highest, lowest = (np.where(np.isnan(groups), least, groups) for least in (-math.inf, math.inf))
+        number = int(np.argmax(highest.max(1) - lowest.min(1)))
         prompt = self._tokenizer.decode(answers.prompts[number], skip_special_tokens=True)
         self._run.print(f"\nprompt: {prompt}")
-        for name, place in (("best", int(groups[number].argmax())), ("worst", int(groups[number].argmin()))):
+        for name, place in (("best", int(highest[number].argmax())), ("worst", int(lowest[number].argmin()))):
             tokens = answers.tokens[number * cfg.group + place]
             text = self._tokenizer.decode(tokens, skip_special_tokens=True)
             reward = groups[number, place]
@@ -175,7 +185,7 @@ class Rollouts:
                 return None
             answers, drawn = found
         else:
-            answers, drawn = self._replayed(Path(cfg.replay) / ROLLOUTS / _name(first), first)
+            answers, drawn = self._replayed(Path(cfg.replay).expanduser() / ROLLOUTS / _name(first), first)
         answers = self._with_log_probs(answers)
         self._batches.drawn = drawn
         if self._run.rank == 0:
@@ -200,7 +210,7 @@ class Rollouts:
             if part is None:
                 return None
             parts.append(part)
-            groups = self._scores(part).reshape(-1, cfg.group)
+            groups = part.scores(self._cfg.reward.weights).reshape(-1, cfg.group)
             has_spread = [len(set(each[~np.isnan(each)].tolist())) > 1 for each in groups]
             is_kept += has_spread if cfg.filter is GroupFilter.zero_variance else [True] * len(groups)
         left_out = [number for number, kept in enumerate(is_kept) if not kept]
@@ -287,6 +297,14 @@ class Rollouts:
             )
         if failures:
             run.print(f"warning: {failures} of {len(answers)} answers have no reward. The first failure:\n{text}")
+        if np.isnan(result).all():
+            text = (
+                f"reward.functions={cfg.functions}: none of {len(answers)} answers has a reward; number, gsm8k, exact "
+                "and regex compare with data.answer_column, where they found nothing; set it, or use another function"
+            )
+            if step and not self._first:  # the first batch: a mistake in the config, not a rare batch
+                raise FailedRewards(text)
+            run.print(f"warning: {text}")
         return self._with_penalty(result, answers)
 
     def _with_penalty(self, rewards: np.ndarray, answers: Answers) -> np.ndarray:
@@ -306,16 +324,10 @@ class Rollouts:
         names += ["overlong"] * (len(rewards) - len(names))
         return {f"reward/{name}": each for name, each in zip(names, rewards, strict=True)} if len(names) > 1 else {}
 
-    def _scores(self, answers: Answers) -> np.ndarray:
-        """Return the reward of each answer, (answers,): the weighted sum over functions; NaN: none."""
-        weights = self._cfg.reward.weights or [1.0] * len(self._cfg.reward.functions)
-        weights = weights + [1.0] * (len(answers.rewards) - len(weights))
-        return summed_rewards(answers.rewards, weights, Normalization.sum_then_normalize, answers.group)
-
     def _advantages_of(self, answers: Answers) -> list[np.ndarray]:
         """Return the advantage of each token of each answer, (tokens,) float64."""
         cfg, policy = self._cfg.reward, self._policy.cfg
-        scores, kl = self._scores(answers), None
+        scores, kl = answers.scores(self._cfg.reward.weights), None
         if cfg.normalize is Normalization.normalize_then_sum:
             weights = cfg.weights + [1.0] * (len(answers.rewards) - len(cfg.weights))
             scores = summed_rewards(answers.rewards, weights, cfg.normalize, answers.group)
@@ -359,14 +371,14 @@ class Rollouts:
 
     def _metrics_of(self, answers: Answers, seconds: float) -> dict[str, float]:
         """Return the values of new answers for metrics.jsonl, the same on every rank."""
-        scores, lengths = self._scores(answers), answers.lengths
+        scores, lengths = answers.scores(self._cfg.reward.weights), answers.lengths
         groups = [each[~np.isnan(each)] for each in scores.reshape(-1, answers.group)]
         return {
             "reward": _mean(scores),
             "reward_std": float(np.mean([each.std(ddof=1) for each in groups if len(each) > 1] or [0.0])),
             **{name: _mean(each) for name, each in self._named(answers.rewards).items()},
             "zero_groups": float(np.mean([len(set(each.tolist())) < 2 for each in groups])),
-            "failed_rewards": float(np.isnan(scores).mean()),
+            "unrewarded": float(np.isnan(scores).mean()),
             "answer_tokens": float(np.mean(lengths)),
             "answer_tokens_max": float(max(lengths)),
             "cut": 1 - float(np.mean(answers.ended)),
@@ -380,10 +392,10 @@ class Rollouts:
         cfg = self._cfg
         return {
             "prompts": self._batches.dataset.fingerprint,  # type: ignore[attr-defined]
-            "seed": cfg.run.seed,
-            "rollouts": {**field_values(cfg.rollouts), "rows": 0},
-            "reward": field_values(cfg.reward),
-            "global_batch_size": cfg.training.global_batch_size,
+            "run.seed": cfg.run.seed,
+            **_prefixed("rollouts", cfg.rollouts, without=("rows", "max_draws")),
+            **_prefixed("reward", cfg.reward, without=("timeout_seconds", "max_failures")),
+            "training.global_batch_size": cfg.training.global_batch_size,
             "log_probs": self._needed,
         }
 
@@ -395,16 +407,15 @@ class Rollouts:
         folders, is_begun = [self._folder], number > first
         if is_begun and self._run.resume_from is not None:  # perhaps another run's checkpoint
             folders.append(self._run.resume_from.parent.parent / ROLLOUTS)
-        answers, problem, drawn = None, "missing", -1
+        problems, answers, drawn = list[str](), None, -1
         for file in (folder / _name(first) for folder in dict.fromkeys(folders)):
             answers, problem, drawn = self._fitting(file, is_begun)
-            if max(all_gather_json(problem)):
-                answers = None
-                continue
-            break
+            if not (problem := max(all_gather_json(problem))):
+                break
+            problems, answers = [*problems, f"{file}: {problem}"], None
         if answers is None and is_begun:
             raise ConfigError(
-                f"{self._folder / _name(first)}: {problem}; step {number} trains on the answers that were sampled for "
+                f"{'; '.join(problems)}; step {number} trains on the answers that were sampled for "
                 f"step {first}, and the weights of that time are gone: restore the file, resume from a checkpoint of "
                 f"step {first - 1}, or choose another run.dir to start over"
             )
@@ -424,8 +435,11 @@ class Rollouts:
         except (OSError, ValueError, LookupError) as error:
             return None, f"damaged ({type(error).__name__}: {error})", -1
         before, drawn = stated.pop("before"), stated.pop("drawn")
-        if stated != json.loads(json.dumps(self._identity)) or self._batches.drawn != (drawn if is_begun else before):
-            return None, "of another configuration or other data", -1
+        own = json.loads(json.dumps(self._identity))
+        if changed := [name for name in {**own, **stated} if own.get(name) != stated.get(name)]:
+            return None, f"sampled with another {', '.join(changed)}", -1
+        if self._batches.drawn != (drawn if is_begun else before):
+            return None, "sampled at another place in the data", -1
         return answers, "", drawn
 
     def _replayed(self, file: Path, first: int) -> tuple[Answers, int]:
@@ -436,8 +450,11 @@ class Rollouts:
             answers, stated = Answers.read(file)
             drawn = stated["drawn"]
             wanted = self._cfg.rollouts.batches * self._run.plan.size_of(first - 1)
+            rewards = ("reward.functions", "rollouts.overlong_margin")
             if stated["prompts"] != self._identity["prompts"]:
                 problem = "its prompts differ from those of this run; use the same data and tokenizer"
+            elif changed := [name for name in rewards if stated[name] != self._identity[name]]:
+                problem = f"its answers were rewarded with another {' and '.join(changed)}; use that run's"
             elif (len(answers), answers.group) != (wanted, self._cfg.rollouts.group):
                 problem = (
                     f"{file.name} holds {len(answers)} answers in groups of {answers.group}, and step {first} needs "
@@ -462,6 +479,11 @@ class Rollouts:
                 if file.stem.isdecimal() and int(file.stem) > first:
                     file.unlink(missing_ok=True)
         broadcast_json(None)
+
+
+def _prefixed(section: str, cfg: Any, without: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a section by key, but for some."""
+    return {f"{section}.{key}": value for key, value in field_values(cfg).items() if key not in without}
 
 
 def _name(first: int) -> str:

@@ -22,6 +22,15 @@ JOBS = {
     "dpo": ("dpo.py", "data.path=pairs.jsonl", "generation.samples=0"),
     "distill": ("distill.py", "data=text", "data.path=texts.jsonl", "teacher.path=teacher", "generation.samples=0"),
     "classify": ("classify.py", "data.path=texts.jsonl", "data.label_names=[a,b]"),
+    "grpo": (
+        "grpo.py",
+        "data.path=prompts.jsonl",
+        "data=prompts",
+        "reward.functions=[length]",
+        "generation.samples=0",
+        "rollouts.group=2",
+        "rollouts.max_new_tokens=16",
+    ),
     "reward": ("classify.py", "objective=reward", "data=preferences", "data.path=pairs.jsonl"),
 }
 """Recipe and arguments by job, for the files of `write_data`."""
@@ -42,6 +51,7 @@ def write_data(folder: Path) -> None:
 
     pairs = [{"prompt": f"question {number}?", "chosen": text(25), "rejected": text(25)} for number in range(40)]
     write_rows(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "prompts.jsonl", [{"prompt": pair["prompt"]} for pair in pairs])
     texts = [{"text": f"text {number} {text(40)}", "label": "ab"[number % 2]} for number in range(40)]
     write_rows(folder / "texts.jsonl", texts)
     write_teacher(folder / "teacher")
@@ -65,7 +75,7 @@ def write_teacher(folder: Path) -> None:
 
 
 def lines_of(run: Path, key: str = "loss") -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that have this key, without throughput and checksums."""
+    """Return the lines of metrics.jsonl that have this key, without times and checksums."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    excluded = ("tokens_per_second", "check")
+    excluded = ("tokens_per_second", "rollout_seconds", "check")
     return [{name: value for name, value in line.items() if name not in excluded} for line in lines if key in line]

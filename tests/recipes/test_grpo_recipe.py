@@ -70,6 +70,9 @@ def counted(answers, **columns):
 def always_fails(answers):
     raise RuntimeError("broken")
 
+def never(answers):
+    return [None] * len(answers)
+
 def short(answers):
     return [1.0]
 """
@@ -210,7 +213,11 @@ def test_lost_answers_of_a_begun_batch_are_an_error(grpo: Bench) -> None:
         assert f"000005.safetensors: {why}" in done.output + done.errors
         assert "resume from a checkpoint of step 4" in done.output + done.errors
         file.write_bytes(content)
-    grpo.complete(*arguments)
+    done = grpo.run(*arguments, "reward.weights=[2]")
+    assert done.status == 2
+    assert "000005.safetensors: sampled with another reward.weights; step 7 trains" in done.output + done.errors
+    # What may be changed after too many failures, or too few spreads.
+    grpo.complete(*arguments, "reward.timeout_seconds=30", "reward.max_failures=0.5", "rollouts.max_draws=4")
     other = (*DIGITS, *SHARED, "run.dir=other", f"run.resume={grpo.folder}/mine/checkpoints/step_10")
     assert "rollouts" in {each.name for each in (grpo.folder / "mine").iterdir()}
     grpo.complete(*other, "training.max_steps=11")
@@ -243,6 +250,13 @@ def test_replay_trains_on_the_answers_of_another_run(grpo: Bench) -> None:
         rounding = 1e-12 if own["step"] < 3 else 1e-6  # AdamW amplifies that of small gradients
         assert own["loss"] == pytest.approx(expected["loss"], abs=rounding)
         assert own["grad_norm"] == pytest.approx(expected["grad_norm"], rel=10 * rounding)
+    for other, problem in (
+        (["reward.functions=[mine.py:digits]"], "reward.functions=['mine.py:digits']: the answers of rollouts.replay="),
+        ([functions, "rollouts.overlong=penalty", "rollouts.overlong_margin=2"], "rollouts.overlong_margin=2: the ans"),
+    ):
+        done = grpo.run(*DIGITS, *SHARED, *other, "rollouts.replay=sampled", "run.dir=other_rewards")
+        assert done.status == 2
+        assert problem in done.errors
     problems = [{"prompt": f"{number}?"} for number in range(PROMPTS)]
     write_rows(grpo.folder / "problems.jsonl", problems)
     done = grpo.run(*DIGITS, *SHARED, functions, "rollouts.replay=sampled", "run.dir=other_data")
@@ -295,20 +309,42 @@ def test_answers_without_a_reward_are_left_out(grpo: Bench, name: str) -> None:
         modulus = 16 if name == "hangs_for_some" else 5
         unknown = [sum(tokens) % modulus == 0 for tokens in answers.tokens]
         assert [reward != reward for reward in answers.rewards[0]] == unknown
-        assert lines[step - 1]["failed_rewards"] == pytest.approx(sum(unknown) / len(unknown))
+        assert lines[step - 1]["unrewarded"] == pytest.approx(sum(unknown) / len(unknown))
         assert lines[step - 1]["grad_norm"] < float("inf")
-    assert any(line["failed_rewards"] > 0 for line in lines)
+    assert any(line["unrewarded"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize(
     ("function", "status", "problem"),
-    [("always_fails", 1, "reward.max_failures=0.01: 2 of 2 "), ("short", 2, "returned 1 values for ")],
+    [
+        ("always_fails", 1, "reward.max_failures=0.01: 2 of 2 "),
+        ("short", 2, "returned 1 values for "),
+        ("never", 1, "reward.functions=['mine.py:never']: none of 64 answers has a reward"),
+    ],
 )
 def test_broken_reward_ends_the_run_on_all_ranks(grpo: Bench, function: str, status: int, problem: str) -> None:
     done = grpo.run(*DIGITS, *MESHES["fsdp2"], f"reward.functions=[mine.py:{function}]", "run.dir=mine")
     assert done.status == status
     assert problem in done.output + done.errors
     grpo.assert_no_process_left()
+
+
+def test_table_of_answers_has_the_weighted_reward(grpo: Bench) -> None:
+    functions = ("reward.functions=[mine.py:digits,length]", "reward.weights=[1,-2]", "rollouts.passes=2")
+    grpo.complete(*DIGITS, *functions, "training.max_steps=2", "run.dir=mine")
+    show = [sys.executable, RECIPES.parent / "scripts" / "rollouts.py", "mine"]
+
+    def shown(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*show, *options], check=False, cwd=grpo.folder, capture_output=True, text=True)
+
+    rows = [json.loads(line) for line in shown("--step", "2", "--json").stdout.splitlines()]
+    for row in rows:
+        digits, length = row["rewards"]["mine.py:digits"], row["rewards"]["length"]
+        assert row["reward"] == pytest.approx(digits - 2 * length)
+    assert sum(row["reward"] for row in rows) / len(rows) == pytest.approx(rewards(grpo, "mine")[0])
+    late = shown("--step", "3")
+    assert (late.returncode, late.stdout) == (2, "")
+    assert "mine: has no answers of step 3; it has those of steps 1 to 2" in late.stderr
 
 
 def test_stop_while_sampling_loses_nothing(grpo: Bench) -> None:

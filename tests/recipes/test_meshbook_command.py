@@ -187,9 +187,9 @@ def test_sweep_runs_the_recipe_for_each_value(installed: Installed) -> None:
         (["sft"], "sft: is not a command of meshbook; did you mean finetune?; meshbook lists them"),
         (["copy", "finetune"], "copy: takes a recipe and a file: meshbook copy RECIPE FILE"),
         (["copy", "chat", "x.py"], "chat: is not a recipe; write meshbook copy RECIPE FILE, with a recipe of classify, "
-         "distill, dpo, evaluate, finetune, pretrain"),
+         "distill, dpo, evaluate, finetune, grpo, pretrain"),
         (["sweep"], "recipe missing; write meshbook sweep RECIPE KEY=A,B, with a recipe of classify, distill, dpo, "
-         "evaluate, finetune, pretrain"),
+         "evaluate, finetune, grpo, pretrain"),
         (["help", "optimizr"], "optimizr: is no section, key, recipe or tool; did you mean optimizer?; write a section "
          "such as optimizer, a key such as optimizer.lr, or an option such as optimizer=muon"),
         (["help", "lr"], "lr: is no section, key, recipe or tool; did you mean optimizer.lr?; write a section such as "
@@ -241,7 +241,7 @@ def test_help_describes_commands_sections_keys_and_options(installed: Installed)
         ("meshbook finetune model=tiny parallelism=fsdp2_tp", ["fsdp2_tp2", "fsdp2_tp2_sp", "fsdp2_tp4"]),
         ("meshbook sweep finetune cluster.device=", ["auto", "cpu", "cuda"]),
         ("meshbook help training.gl", ["training.global_batch_size"]),
-        ("meshbook copy ", ["classify", "distill", "dpo", "evaluate", "finetune", "pretrain"]),
+        ("meshbook copy ", ["classify", "distill", "dpo", "evaluate", "finetune", "grpo", "pretrain"]),
     ],
 )
 def test_bash_completes_commands_keys_and_options(installed: Installed, line: str, words: list[str]) -> None:

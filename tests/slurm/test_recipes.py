@@ -1,5 +1,5 @@
-"""dpo, distill and classify as Slurm jobs on two nodes: preempted and requeued, with the losses of a local run; and a
-teacher that one job stores and another reads."""
+"""dpo, distill, classify and grpo as Slurm jobs on two nodes: preempted and requeued, with the losses of a local run;
+and a teacher that one job stores and another reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_locally(login: Login, recipe: Path, *command: str) -> None:
 
 
 @in_torture
-@pytest.mark.parametrize("name", ["dpo", "distill", "classify"])
+@pytest.mark.parametrize("name", ["dpo", "distill", "classify", "grpo"])
 def test_preempted_job_resumes_with_the_losses_of_a_local_run(login: Login, name: str) -> None:
     """The local run has two processes and the same mesh, so that its losses are bitwise equal."""
     write_data(login.folder)

@@ -354,6 +354,30 @@ def test_hang_costs_its_answer_only_and_ends_with_all_processes(functions: Funct
     assert ends_within(functions.saved_pid(), 1)
 
 
+def test_function_that_always_hangs_ends_within_twice_its_time(
+    functions: Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many answers it hangs for; a run would end as hung otherwise, without the name of the function."""
+    monkeypatch.setattr(RewardFunctionsConfig, "retry_seconds", 2.0)
+    began = time.monotonic()
+    scored = functions.score("import time\ndef score(a): time.sleep(1000)", ["a"] * 12, timeout_seconds=1.0)
+    assert time.monotonic() - began < 8
+    assert (scored.rewards, scored.failed) == ([[None] * 12], 12)
+    assert scored.failure.endswith("took longer than 1 s")
+
+
+def test_process_that_a_function_forks_does_not_reply(functions: Functions) -> None:
+    functions.write("import os\ndef score(answers): os.fork(); return [len(answers[0])]")
+    started = functions.start()
+    for length in (1, 2, 3):
+        assert started.score(["a" * length], columns(1), 0).rewards == [[length]]
+
+
+def test_value_that_cannot_be_converted_is_a_failure_with_its_traceback(functions: Functions) -> None:
+    scored = functions.score("class V:\n    def tolist(self): return 1 / 0\ndef score(answers): return V()", ["a"])
+    assert "ZeroDivisionError" in scored.failure
+
+
 def test_catastrophic_pattern_of_the_config(functions: Functions) -> None:
     started = functions.start("regex", "length", pattern="^(a+)+$", timeout_seconds=0.5)
     scored = started.score(["aa", "a" * 40 + "b"], columns(2, "aa"), 0)

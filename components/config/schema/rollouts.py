@@ -102,11 +102,11 @@ class RolloutsConfig:
     """zero_variance: leave out prompts whose answers all have the same reward, which teach nothing, and sample further
     prompts until the step is full (DAPO's dynamic sampling)."""
     max_draws: int = 3
-    """With filter: most prompts that are sampled for a step, as a multiple of those it trains on; it trains on fewer
-    once they do not suffice."""
+    """With filter: most prompts that are sampled for a step, as a multiple of those it trains on. If they do not
+    suffice, prompts whose answers have the same reward fill the step."""
     replay: str | None = None
-    """Run directory whose stored answers and rewards to train on, on any mesh and in any precision; nothing is sampled
-    then. null: sample."""
+    """Run directory whose stored answers and rewards to train on, on any mesh and in any precision; only answers to
+    held-out prompts are sampled then. null: sample."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -160,11 +160,11 @@ class RewardFunctionsConfig:
     format: str = _DEFAULT_FORMAT
     """Regular expression that the function format matches with the whole answer; a dot also matches a line break."""
     timeout_seconds: float = 60.0
-    """Seconds that the functions may take for the answers of a rank; then its worker is killed, the answers are
-    rewarded one by one, and those that take too long again get no reward."""
+    """Seconds that a function may take for the answers of a rank; then its worker is killed, the answers are rewarded
+    one by one in as long again (at least 10 s), and those that take too long or are not reached get no reward."""
     max_failures: float = 0.01
     """Share of a batch's answers in [0, 1] that may get no reward because a function raised an error or took too long;
-    more of them end the run."""
+    more of them end the run: by default, one answer of fewer than 100."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -191,6 +191,11 @@ class RewardFunctionsConfig:
             problems.append(f"reward.weights={self.weights}: every reward counts 0; set one to another number")
         problems += self._pattern_problems()
         raise_all(problems)
+
+    @property
+    def retry_seconds(self) -> float:
+        """Seconds in which the answers of a rank are rewarded one by one; 10 or more, to restart workers."""
+        return max(10.0, self.timeout_seconds)
 
     def _pattern_problems(self) -> list[str]:
         problems = []

@@ -139,6 +139,8 @@ def _prompt_row(cfg: PromptsDataConfig, row: Row) -> PromptRow:
             raise BadRowError(f"{column!r} must end with a message to answer, not with one of the assistant")
     else:
         content = text_value(row.values, "prompt_column", column)
+    if cfg.answer_column is not None and cfg.answer_column not in row.values:
+        raise BadRowError(f"data.answer_column={cfg.answer_column}: the key is missing")
     return PromptRow(row.where, content, {name: value for name, value in row.values.items() if name != column})
 
 
