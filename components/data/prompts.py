@@ -19,7 +19,7 @@ from components.conversation import Message, Prompt, text_of
 from components.data.batches import BatchPlan, TrainBatches
 from components.data.dataset import Facts, ItemSequence
 from components.data.sources.columns import PromptRow
-from components.data.sources.rows import BadRowReport, refused_rows
+from components.data.sources.rows import BadRowReport, no_good_row, refused_rows
 from components.data.sources.split import SourceSplit, describe, holds_out
 from components.protocol.errors import ConfigError
 
@@ -146,13 +146,22 @@ def build_prompts(
         raise ConfigError(refused_rows(bad, len(rows)))
     facts.samples, facts.dropped_bad_rows = len(rows), bad.count
     if not rows:
-        raise ConfigError(_none_left(cfg, facts, seq_len, rollouts, is_eval))
+        raise ConfigError(_none_left(cfg, facts, bad, seq_len, rollouts, is_eval))
     return Prompts(rows, facts)
 
 
-def _none_left(cfg: PromptsDataConfig, facts: Facts, seq_len: int, rollouts: RolloutsConfig, is_eval: bool) -> str:
+def _none_left(
+    cfg: PromptsDataConfig, facts: Facts, bad: BadRowReport, seq_len: int, rollouts: RolloutsConfig, is_eval: bool
+) -> str:
     if is_eval and not holds_out(cfg):
         return "data.eval_fraction=0: there are no held-out prompts; set it, data.eval_split or data.eval_path"
+    if not facts.dropped_overlong and bad.count:
+        return no_good_row(facts.source, bad, "correct these")
+    if not facts.dropped_overlong:
+        return (
+            f"{facts.source}: too few prompts; holding out data.eval_fraction={cfg.eval_fraction} requires at least "
+            "two different ones; add some, or set data.eval_split or data.eval_path"
+        )
     return (
         f"training.seq_len={seq_len}: no prompt of {facts.source} leaves room for rollouts.max_new_tokens="
         f"{rollouts.max_new_tokens}; raise training.seq_len, or lower rollouts.max_new_tokens"

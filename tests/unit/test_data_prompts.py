@@ -17,11 +17,11 @@ from components.models.tokenizer import byte_tokenizer
 from components.protocol.errors import ConfigError
 
 
-def build(folder: Path, rows: list[dict[str, Any]], *, seq_len: int = 128, **keys: Any) -> data.Prompts:
+def build(folder: Path, rows: list[dict[str, Any]], *, split: Any = "train", **keys: Any) -> data.Prompts:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    cfg = PromptsDataConfig(path=str(folder / "rows.jsonl"), eval_fraction=0.0, cache=None, **keys)
+    cfg = PromptsDataConfig(**{"path": str(folder / "rows.jsonl"), "eval_fraction": 0.0, "cache": None, **keys})
     rollouts = RolloutsConfig(group=8, max_new_tokens=16)
-    return data.build_prompts(cfg, byte_tokenizer(), rollouts, seq_len=seq_len, split="train")
+    return data.build_prompts(cfg, byte_tokenizer(), rollouts, seq_len=128, split=split)
 
 
 def test_rewards_receive_the_other_columns(tmp_path: Path) -> None:
@@ -41,6 +41,19 @@ def test_row_without_the_answer_column_is_a_bad_row(tmp_path: Path) -> None:
         build(tmp_path, rows, answer_column="solution")
     prompts = build(tmp_path, rows, answer_column="solution", bad_rows=BadRows.drop)
     assert [row.columns["answer"] for row in prompts] == ["1", None]
+
+
+def test_split_without_prompts_states_why(tmp_path: Path) -> None:
+    good, long, bad = {"prompt": "1"}, {"prompt": "1" * 200}, {"prompt": None}
+    drop: dict[str, Any] = {"bad_rows": BadRows.drop}
+    for rows, keys, problem in (
+        ([good], {"eval_fraction": 0.1, "split": "eval"}, r"eval_fraction=0.1 requires at least two different ones"),
+        ([good, good], {"split": "eval"}, r"^data.eval_fraction=0: there are no held-out prompts; set it"),
+        ([long, bad], drop, r"^training.seq_len=128: no prompt of .* leaves room for rollouts.max_new_tokens=16"),
+        ([bad, bad], drop, r"^data.bad_rows=drop: .*rows.jsonl .* has no rows left, all 2 are bad; correct these"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            build(tmp_path, rows, **keys)
 
 
 @pytest.mark.parametrize(("batches", "passes"), [(1, 1), (4, 1), (1, 2), (2, 3)])
