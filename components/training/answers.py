@@ -60,10 +60,9 @@ class Answers:
     def scores(self, weights: Sequence[float]) -> np.ndarray:
         """Return the reward of each answer, (answers,): the weighted sum over functions; NaN: none.
 
-        `weights`: reward.weights; functions without one count once.
+        `weights`: reward.weights.
         """
-        full = [*weights, *[1.0] * (len(self.rewards) - len(weights))]
-        return summed_rewards(self.rewards, full, Normalization.sum_then_normalize, self.group)
+        return summed_rewards(self.rewards, weights, Normalization.sum_then_normalize, self.group)
 
     def select(self, groups: Sequence[int]) -> Answers:
         """Return the answers to some of the prompts."""

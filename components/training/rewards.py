@@ -86,8 +86,8 @@ class RewardFunctions:
         """Return the rewards of `answers` by every function.
 
         If a function fails for the list, it is called again with each answer alone, so that only those for which it
-        fails again get no reward. Each of these calls may take an equal part of the time limit, but at least a second;
-        answers that are left after `reward.retry_seconds` get no reward either.
+        fails again get no reward. Each of these calls may take an equal part of the time limit, but at least a second,
+        and all together as long again, but at least 10 s; answers that are left then get no reward either.
 
         Raises ConfigError, for all answers, if a function cannot be loaded, requires an argument that does not exist,
         or does not return a list with a finite number or None for each answer.

@@ -329,8 +329,7 @@ class Rollouts:
         cfg, policy = self._cfg.reward, self._policy.cfg
         scores, kl = answers.scores(self._cfg.reward.weights), None
         if cfg.normalize is Normalization.normalize_then_sum:
-            weights = cfg.weights + [1.0] * (len(answers.rewards) - len(cfg.weights))
-            scores = summed_rewards(answers.rewards, weights, cfg.normalize, answers.group)
+            scores = summed_rewards(answers.rewards, cfg.weights, cfg.normalize, answers.group)
             policy = replace(policy, scale=AdvantageScale.none, baseline=Baseline.none)
         if policy.beta > 0 and policy.kl is KLEstimator.k1:
             both = zip(answers.log_probs[OLD], answers.log_probs[REFERENCE_TOKENS], strict=True)

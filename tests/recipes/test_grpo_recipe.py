@@ -331,7 +331,8 @@ def test_broken_reward_ends_the_run_on_all_ranks(grpo: Bench, function: str, sta
 
 def test_table_of_answers_has_the_weighted_reward(grpo: Bench) -> None:
     functions = ("reward.functions=[mine.py:digits,length]", "reward.weights=[1,-2]", "rollouts.passes=2")
-    grpo.complete(*DIGITS, *functions, "training.max_steps=2", "run.dir=mine")
+    penalty = ("rollouts.overlong=penalty", "rollouts.overlong_margin=4")
+    grpo.complete(*DIGITS, *functions, *penalty, "training.max_steps=2", "run.dir=mine")
     show = [sys.executable, RECIPES.parent / "scripts" / "rollouts.py", "mine"]
 
     def shown(*options: str) -> subprocess.CompletedProcess[str]:
@@ -340,7 +341,8 @@ def test_table_of_answers_has_the_weighted_reward(grpo: Bench) -> None:
     rows = [json.loads(line) for line in shown("--step", "2", "--json").stdout.splitlines()]
     for row in rows:
         digits, length = row["rewards"]["mine.py:digits"], row["rewards"]["length"]
-        assert row["reward"] == pytest.approx(digits - 2 * length)
+        assert row["rewards"]["overlong"] == -max(row["tokens"] - 4, 0) / 4
+        assert row["reward"] == pytest.approx(digits - 2 * length + row["rewards"]["overlong"])
     assert sum(row["reward"] for row in rows) / len(rows) == pytest.approx(rewards(grpo, "mine")[0])
     late = shown("--step", "3")
     assert (late.returncode, late.stdout) == (2, "")

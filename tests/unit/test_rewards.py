@@ -360,9 +360,9 @@ def test_function_that_always_hangs_ends_within_twice_its_time(
     """However many answers it hangs for; a run would end as hung otherwise, without the name of the function."""
     monkeypatch.setattr(RewardFunctionsConfig, "retry_seconds", 2.0)
     began = time.monotonic()
-    scored = functions.score("import time\ndef score(a): time.sleep(1000)", ["a"] * 12, timeout_seconds=1.0)
-    assert time.monotonic() - began < 8
-    assert (scored.rewards, scored.failed) == ([[None] * 12], 12)
+    scored = functions.score("import time\ndef score(a): time.sleep(1000)", ["a"] * 30, timeout_seconds=1.0)
+    assert time.monotonic() - began < 20  # 30 calls of a second each take longer
+    assert (scored.rewards, scored.failed) == ([[None] * 30], 30)
     assert scored.failure.endswith("took longer than 1 s")
 
 

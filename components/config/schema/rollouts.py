@@ -164,7 +164,7 @@ class RewardFunctionsConfig:
     one by one in as long again (at least 10 s), and those that take too long or are not reached get no reward."""
     max_failures: float = 0.01
     """Share of a batch's answers in [0, 1] that may get no reward because a function raised an error or took too long;
-    more of them end the run: by default, one answer of fewer than 100."""
+    more of them end the run. With 0.01, one such answer ends it if the batch has fewer than 100."""
 
     def __post_init__(self) -> None:
         problems = [

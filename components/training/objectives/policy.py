@@ -325,11 +325,12 @@ def summed_rewards(rewards: np.ndarray, weights: Sequence[float], normalize: Nor
     NaN, no reward, counts as nothing in the sum, which is NaN where no function has a reward.
 
     Args:
-        weights: Factor of each function's rewards; empty: 1.
+        weights: Factor of each function's rewards; 1 for those beyond its end.
         normalize: normalize_then_sum: standardize each function's rewards in its groups first, and the sums over the
             batch at last (GDPO).
     """
-    factors, normalizes = np.array(list(weights) or [1.0] * len(rewards)), normalize is Normalization.normalize_then_sum
+    factors = np.array([*weights, *[1.0] * (len(rewards) - len(weights))])
+    normalizes = normalize is Normalization.normalize_then_sum
     is_known = ~np.isnan(rewards)
     if normalizes:
         rewards = np.array([_centered(GRPOConfig(), each, group) for each in rewards])
