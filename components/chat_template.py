@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from itertools import count, product, takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from components.conversation import ASSISTANT, TOOL, Conversation, Message, arguments_of, function_of, text_of
@@ -454,13 +455,16 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str |
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Return the tokens of a conversation up to the start of the next answer, rendered with the chat template.
 
     Raises ConfigError if the template rejects the messages, fails on them, or does not finish.
     """
     where = f"the prompt {messages[-1].get('content')!r:.60}"
-    conversation = Conversation(where, [dict(message) for message in messages], tools)
+    conversation = Conversation(where, [dict(message) for message in messages], tools, template_kwargs)
     text = ChatTemplate(tokenizer).render(conversation, add_generation_prompt=True).text
     return tokenizer.encode(text, add_special_tokens=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from components.config.schema.data import ChatDataConfig
 from components.protocol.errors import ConfigError, raise_all
 from components.protocol.safe_parsing import parse_json
 
@@ -18,8 +19,27 @@ Message = dict[str, Any]
 ASSISTANT = "assistant"
 TOOL = "tool"
 _SYSTEM_ROLES = ("system", "developer")
-_MOST_PROBLEMS = 10
-"""Lines of a file of prompts that an error lists."""
+_OTHER_ROLES = ("developer", "function", "ipython")
+"""Roles of some chat templates, passed through unchanged."""
+_FLAGS = ("weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
+          "step_loss_mask")  # fmt: skip
+"""Message keys of other trainers that set whether the message is trained on; never passed to the template."""
+_INVERSE_FLAG = "masked"
+"""Message key that sets whether the message is not trained on (torchtune)."""
+_UNCLEAR_FLAGS = ("mask", "train_detail", "training_detail", "train_details")
+"""Message keys that select parts of a message, or whose meaning differs between trainers."""
+_TOOLS, _FUNCTIONS, _SYSTEM, _TEMPLATE_KWARGS = "tools", "functions", "system", "chat_template_kwargs"
+"""Usual columns with tools, the same in OpenAI's form before `tools`, the system message, and template variables."""
+_RENDER_ARGUMENTS = {
+    "conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize",
+    "continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Arguments of `apply_chat_template` that are not template variables."""
+
+
+class BadRowError(ValueError):
+    """Reason why a row cannot become a conversation or document."""
 
 
 class Conversation(NamedTuple):
@@ -56,6 +76,13 @@ class Conversation(NamedTuple):
             turns.append(start)
         return turns
 
+    def with_system(self, system: str | None) -> Conversation:
+        """Return the conversation with a system message, unless it begins with one or `system` is None."""
+        if system is None or (self.messages and self.messages[0]["role"] == "system"):
+            return self
+        messages = [{"role": "system", "content": system}, *self.messages]
+        return self._replace(messages=messages, untrained=frozenset(i + 1 for i in self.untrained))
+
     def with_last_turn_trained(self) -> Conversation:
         """Return the conversation with a loss only on the turn of its last assistant message."""
         last = max(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
@@ -69,12 +96,249 @@ class Conversation(NamedTuple):
         return self._replace(messages=[*self.messages[:first], *self.messages[start:]], untrained=untrained)
 
 
-def read_prompts(file: str | Path) -> list[str | Conversation]:
-    """Return the prompts of a JSONL file: a text for a line with `prompt`, a conversation for one with `messages`.
+def messages_of(
+    turns: list[Any], column: str, cfg: ChatDataConfig | None = None
+) -> tuple[list[Message], frozenset[int]]:
+    """Return messages, and the indices of assistant messages without loss.
+
+    Args:
+        cfg: Keys and roles of the messages; None: role and content.
+    """
+    has_keys, cfg = cfg is not None, cfg or ChatDataConfig(path=column)
+    has_function_calls = any(isinstance(turn, dict) and turn.get("function_call") is not None for turn in turns)
+    messages, untrained = list[Message](), set[int]()
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict):
+            raise BadRowError(f"message {number} of {column!r} is {kind_of(turn)}, not an object")
+        try:
+            if has_function_calls:
+                turn = _with_tool_calls(cfg, turn)
+            messages.append(_message(cfg, turn, has_keys))
+            if not _is_trained(turn, messages[-1]["role"]) and messages[-1]["role"] == ASSISTANT:
+                untrained.add(number - 1)
+        except BadRowError as error:
+            raise BadRowError(f"message {number} of {column!r} {error}") from error
+    return messages, frozenset(untrained)
+
+
+def _with_tool_calls(cfg: ChatDataConfig, turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its function_call, OpenAI's old form, as tool_calls, and its result as that of a tool."""
+    call = turn.get("function_call")
+    if call is None:
+        return {**turn, cfg.role_key: cfg.tool_role} if turn.get(cfg.role_key) == "function" else turn
+    if turn.get("tool_calls"):
+        raise BadRowError("has both 'function_call' and 'tool_calls'; remove one of them")
+    if not isinstance(call, dict) or turn.get(cfg.role_key) != cfg.assistant_role:
+        raise BadRowError(
+            f"has a function_call that is {kind_of(call)} and the role {turn.get(cfg.role_key)!r}; must be an object "
+            f"with name and arguments, of {cfg.assistant_role!r}"
+        )
+    rest = {key: value for key, value in turn.items() if key != "function_call"}
+    return {**rest, "tool_calls": [{"type": "function", "function": call}]}
+
+
+def _message(cfg: ChatDataConfig, turn: dict[str, Any], has_keys: bool) -> Message:
+    """Rename a message's role and keys to those of chat templates; keep its other keys except the training flags."""
+    roles = {cfg.system_role: "system", cfg.user_role: "user", cfg.assistant_role: ASSISTANT, cfg.tool_role: TOOL}
+    roles |= {role: role for role in _OTHER_ROLES if role not in roles}
+    given = turn.get(cfg.role_key)
+    if not isinstance(given, str) or given not in roles:
+        key = f" (data.role_key={cfg.role_key})" if has_keys else ""
+        remedy = "set data.user_role, data.assistant_role, data.system_role or data.tool_role"
+        remedy = remedy if has_keys else "correct it"
+        raise BadRowError(f"has the role {given!r}{key}, which is not one of {', '.join(roles)}; {remedy}")
+    role = roles[given]
+    renamed = {cfg.role_key: "role", cfg.content_key: "content"}
+    rest = {key: value for key, value in turn.items() if key not in (*renamed, *_FLAGS, _INVERSE_FLAG)}
+    if unclear := [key for key in _UNCLEAR_FLAGS if rest.get(key) is not None]:
+        raise BadRowError(
+            f"has the key {unclear[0]!r}, by which other trainers select what is trained on; Meshbook trains on whole "
+            "messages: set weight to 0 or 1 instead"
+        )
+    for key, name in renamed.items():
+        if name in rest:
+            raise BadRowError(f"has both {key!r} and {name!r}; remove one of them")
+    calls = rest.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise BadRowError(f"has tool_calls that are {kind_of(calls)}, not a list of objects")
+    for index, call in enumerate(calls or ()):
+        _check_call(call, f"tool_calls[{index}]")
+    message = {"role": role, "content": turn.get(cfg.content_key), **rest}
+    try:
+        _check_content(message, turn, cfg.content_key)
+        _check_unicode(message, "holds")
+    except BadRowError as error:
+        raise BadRowError(f"(role {given}): {error}") from error
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _check_call(call: dict[str, Any], key: str) -> None:
+    """Require the name of a function, and arguments that are an object or JSON text of one."""
+    name = function_of(call).get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRowError(f"has {key}.function.name={name!r}; must be the name of a function")
+    try:
+        arguments = arguments_of(call)
+    except ValueError as error:
+        raise BadRowError(f"has {key}.function.arguments that are not JSON text ({error}); correct the text") from error
+    if not isinstance(arguments, dict):
+        raise BadRowError(f"has {key}.function.arguments that are {kind_of(arguments)}, not an object")
+
+
+def _check_content(message: Message, turn: dict[str, Any], key: str) -> None:
+    """Reject content that is missing or not text, unless the role or the tool calls of the message allow it."""
+    content, role = message["content"], message["role"]
+    if role == TOOL and content is not None:
+        return  # the result of a tool may be empty, or an object
+    if isinstance(content, list):
+        for part in content:
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise BadRowError(f"data.content_key={key}: holds the part {part!r:.60}; only text is supported")
+        content = text_of(content)
+    if role == ASSISTANT and message.get("tool_calls") and content in (None, ""):
+        return
+    text_value({key: content} if key in turn else {}, "content_key", key)
+
+
+def _is_trained(turn: dict[str, Any], role: str) -> bool:
+    """Return whether the flags of a message keep its loss.
+
+    Raises BadRowError if the flags are invalid or contradict each other or the role.
+    """
+    flags = {key: turn[key] for key in (*_FLAGS, _INVERSE_FLAG) if turn.get(key) is not None}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            raise BadRowError(
+                f"has {key}={value!r}; must be true, false, 0 or 1, because messages cannot have fractional weights"
+            )
+        if bool(value) != (key == _INVERSE_FLAG) and role != ASSISTANT:
+            raise BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages have a loss")
+    if len({bool(value) != (key == _INVERSE_FLAG) for key, value in flags.items()}) > 1:
+        listed = " and ".join(f"{key}={flags[key]!r}" for key in sorted(flags))
+        raise BadRowError(f"has {listed}, which contradict each other; remove one")
+    return all(bool(value) != (key == _INVERSE_FLAG) for key, value in flags.items())
+
+
+def _decoded(values: Mapping[str, Any], key: str, name: str | None, kind: type) -> Any:
+    """Return the list or object of a column, decoded if it is JSON text, or None if the row has none."""
+    value = values.get(name) if name is not None else None
+    if isinstance(value, str):
+        try:
+            value = parse_json(value) if value.strip() else None
+        except ValueError as error:
+            raise BadRowError(f"data.{key}={name}: holds text that is not JSON ({error})") from error
+    if value is not None and not isinstance(value, kind):
+        raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not {'a list' if kind is list else 'an object'}")
+    _check_unicode(value, f"data.{key}={name}: holds")
+    return value
+
+
+def text_value(values: Mapping[str, Any], key: str, name: str) -> str:
+    """Return the text in a column of a row. Raises BadRowError; key: that of `data` which names the column."""
+    value = values.get(name)
+    if not isinstance(value, str):
+        missing = "" if name in values else " (the key is missing)"
+        raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not text{missing}")
+    if not value.strip():
+        raise BadRowError(f"data.{key}={name}: is empty")
+    _check_unicode(value, f"data.{key}={name}: holds")
+    return value
+
+
+def _check_unicode(value: Any, where: str) -> None:
+    """Reject half of a surrogate pair, which JSON can hold but a tokenizer cannot read. Raises BadRowError."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        raise BadRowError(
+            f"{where} {half}, one half of a surrogate pair, which is no character; correct the text"
+        ) from error
+
+
+def kind_of(value: Any) -> str:
+    """Return the type and the beginning of a value, for messages."""
+    return "null" if value is None else f"{type(value).__name__} {value!r:.40}"
+
+
+def system_of(values: Mapping[str, Any], messages: Sequence[Message] = (), column: str = "") -> str | None:
+    """Return the system message in a row's column `system`; None: it has none.
+
+    Raises BadRowError if it is no text, or `messages`, in `column`, begin with another one.
+    """
+    system = values.get(_SYSTEM)
+    if not (system.strip() if isinstance(system, str) else system):
+        return None
+    if not isinstance(system, str):
+        raise BadRowError(f"column {_SYSTEM!r} holds {kind_of(system)}, not the text of a system message; rename it")
+    _check_unicode(system, f"column {_SYSTEM!r} holds")
+    if messages and messages[0]["role"] == "system" and text_of(messages[0]["content"]) != system:
+        raise BadRowError(f"message 1 of {column!r} and column {_SYSTEM!r} are different system messages; remove one")
+    return system
+
+
+def template_inputs(
+    values: Mapping[str, Any], tools_column: str | None = _TOOLS, kwargs_column: str | None = _TEMPLATE_KWARGS
+) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+    """Return the tools and the further template variables of a row. Raises BadRowError.
+
+    An empty list of tools becomes None, because some templates render a tools section even for an empty list.
+    """
+    tools = _decoded(values, "tools_column", tools_column, list) or None
+    if tools_column is not None and (functions := values.get(_FUNCTIONS)):
+        if tools is not None or not isinstance(functions, list):
+            raise BadRowError(
+                f"column {_FUNCTIONS!r} (OpenAI's old form of tools) holds {kind_of(functions)}; must be a list of "
+                f"objects, in rows without {tools_column!r}"
+            )
+        tools = [{"type": "function", "function": function} for function in functions]
+    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
+        raise BadRowError(f"data.tools_column={tools_column}: holds a list with entries other than objects")
+    kwargs = _decoded(values, "template_kwargs_column", kwargs_column, dict) or {}
+    if reserved := sorted(_RENDER_ARGUMENTS & kwargs.keys()):
+        raise BadRowError(
+            f"data.template_kwargs_column={kwargs_column}: {reserved[0]} is an argument of apply_chat_template, not a "
+            "template variable; remove it"
+        )
+    return tools, kwargs
+
+
+def template_columns(tools_column: str | None = _TOOLS, kwargs_column: str | None = _TEMPLATE_KWARGS) -> list[str]:
+    """Return the columns that `system_of` and `template_inputs` read if a row has them."""
+    tools = [] if tools_column is None else [tools_column, _FUNCTIONS]
+    return [*tools, _SYSTEM, *([] if kwargs_column is None else [kwargs_column])]
+
+
+def prompt_in(values: Mapping[str, Any], column: str, where: str) -> str | Conversation:
+    """Return the prompt in a column of a row: a text, or a conversation that ends with the message to answer.
+
+    A text becomes a conversation if the row has a system message, tools or template variables (`template_columns`).
+
+    Raises BadRowError.
+    """
+    others = {name: value for name, value in values.items() if name != column}
+    content = values.get(column)
+    if isinstance(content, list):
+        messages, _ = messages_of(content, column)
+        if not messages or messages[-1]["role"] == ASSISTANT:
+            raise BadRowError(f"{column!r} must end with a message to answer, not with one of the assistant")
+    else:
+        messages = [{"role": "user", "content": text_value(values, "prompt_column", column)}]
+    system, (tools, kwargs) = system_of(others, messages, column), template_inputs(others)
+    if isinstance(content, str) and system is None and tools is None and not kwargs:
+        return content
+    return Conversation(where, messages, tools, kwargs).with_system(system)
+
+
+def read_prompts(file: str | Path) -> tuple[list[str | Conversation], list[str]]:
+    """Return the prompts of a JSONL file, and the sorted keys that are not used.
+
+    A line has `prompt` or `messages`, and perhaps a system message, tools and template variables, as `prompt_in` reads
+    them.
 
     Raises ConfigError that lists the first lines with problems.
     """
-    key, found, problems = f"answers.prompts={file}", list[str | Conversation](), list[str]()
+    key, found, problems, unused = f"answers.prompts={file}", list[str | Conversation](), list[str](), set[str]()
     try:
         lines = Path(file).expanduser().read_bytes().splitlines()
     except OSError as error:
@@ -83,31 +347,25 @@ def read_prompts(file: str | Path) -> list[str | Conversation]:
         if not line.strip():
             continue
         try:
-            found.append(_prompt_of(parse_json(line), f"{file}:{number}"))
+            prompt, others = _prompt_of(parse_json(line), f"{file}:{number}")
+            found.append(prompt)
+            unused |= others
         except ValueError as error:
             problems.append(f"{key}: line {number}: {error}")
     if not found and not problems:
         problems = [f'{key}: has no prompts; write one per line, such as {{"prompt": "Who are you?"}}']
-    raise_all(problems[:_MOST_PROBLEMS])
-    return found
+    raise_all(problems[:10])
+    return found, sorted(unused)
 
 
-def _prompt_of(row: Any, where: str) -> str | Conversation:
-    """Return the prompt of a line. Raises ValueError if it has none."""
+def _prompt_of(row: Any, where: str) -> tuple[str | Conversation, set[str]]:
+    """Return the prompt of a line, and the keys that are not used. Raises ValueError if it has none."""
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ValueError('must be an object with either "prompt" or "messages"')
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f'"prompt" is {row["prompt"]!r:.60}; it must be a text')
-        return str(row["prompt"])
-    messages, tools = row["messages"], row.get("tools")
-    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
-        raise ValueError('"messages" must be a list of objects with "role" and "content"')
-    if not messages or messages[-1]["role"] == ASSISTANT:
-        raise ValueError('"messages" must end with a message to answer, not with one of the assistant')
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError('"tools" must be a list')
-    return Conversation(where, messages, tools)
+    column, kind = ("prompt", str) if "prompt" in row else ("messages", list)
+    if not isinstance(row[column], kind):
+        raise ValueError(f'"{column}" is {row[column]!r:.60}; it must be a {"text" if kind is str else "list"}')
+    return prompt_in(row, column, where), row.keys() - {column, *template_columns()}
 
 
 class Prompt(NamedTuple):
@@ -176,11 +434,6 @@ def parse_calls(text: str) -> list[list[Any]]:
     return []
 
 
-def same_calls(found: list[list[Any]], expected: list[list[Any]]) -> bool:
-    """Return whether two lists of calls, as `parse_calls` returns them, have equal forms, names and JSON arguments."""
-    return _same(found, expected)
-
-
 def reads_calls(parsed: list[list[Any]], calls: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether `parse_calls` has read the tool calls of a message from its text."""
     if [name for _, name, _ in parsed] != [function_of(call).get("name") for call in calls]:
@@ -189,7 +442,7 @@ def reads_calls(parsed: list[list[Any]], calls: Sequence[Mapping[str, Any]]) -> 
     return all(
         isinstance(given, dict)
         and found.keys() == given.keys()
-        and all(_same(found[key], each) or _same(found[key], _untyped(each)) for key, each in given.items())
+        and all(same_json(found[key], each) or same_json(found[key], _untyped(each)) for key, each in given.items())
         for found, given in pairs
     )
 
@@ -238,10 +491,10 @@ def _untyped(value: Any) -> Any:
         return value
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_json(one: Any, other: Any) -> bool:
     """Return whether two values of JSON are equal: 1 and 1.0 are, and 1 and true are not."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(same_json(value, other[key]) for key, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_json, one, other))
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)

@@ -5,10 +5,11 @@ python scripts/answer.py answers.prompts=questions.jsonl model=qwen3_0_6b parall
 python scripts/answer.py answers.prompts=questions.jsonl answers.per_prompt=8 generation.temperature=0.8
 
 Takes the options of recipes/evaluate.py. Each line of the prompts is {"prompt": "a message"}, or {"messages": [...]}, a
-conversation up to the answer. answers.jsonl in the run directory has a line per answer, in the order of the prompts:
-the number of the prompt and of its answer, the text, its tokens, and whether it is complete or cut at
-generation.max_new_tokens. The same command with the same run.dir continues after the last answer that is there; answers
-to other prompts, of other weights or with other settings are never mixed.
+conversation up to the answer, both with "system", "tools" and "chat_template_kwargs" if there are any. answers.jsonl in
+the run directory has a line per answer, in the order of the prompts: the number of the prompt and of its answer, the
+text, its tokens, and whether it is complete or cut at generation.max_new_tokens. The same command with the same run.dir
+continues after the last answer that is there; answers to other prompts, of other weights or with other settings are
+never mixed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main(cfg: AnswerPromptsConfig) -> None:
     """Answer on this rank. The launcher calls it in every process."""
     with training.EvaluationRun(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model, run.resume_from)
-        prompts = training.encoded_prompts(tokenizer, read_prompts(cfg.answers.prompts), cfg.data)
+        read, unused = read_prompts(cfg.answers.prompts)
+        prompts = training.encoded_prompts(tokenizer, read, cfg.data)
         settings, file = _settings(cfg, prompts, run.resume_from), Path(run.dir, "answers.jsonl")
         total = len(prompts) * cfg.answers.per_prompt
         answered = broadcast_json(
@@ -43,7 +45,9 @@ def main(cfg: AnswerPromptsConfig) -> None:
         model = training.prepare(cfg, run, len(tokenizer))
         if run.resume_from is not None:
             checkpoint.load_model_weights(run.resume_from, model.module, averaged=cfg.evaluation.average)
-        run.begin(model, notes=[*model.notes, f"answers: {answered:,} of {total:,} are in {file}"])
+        notes = [f"answers: {answered:,} of {total:,} are in {file}"]
+        notes += [f"prompts: keys that are not used: {', '.join(unused)}"] if unused else []
+        run.begin(model, notes=[*model.notes, *notes])
 
         how = cfg.generation
         with training.generation_forward(model, run, how.rows) as forward, run.status("answering", total) as advance:

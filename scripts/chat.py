@@ -19,6 +19,7 @@ import math
 import os
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ def chat(options: Namespace, screen: Screen) -> None:
     """Load the model, and answer until the input ends. Raises ConfigError."""
     source = find_source(options.model, trust_remote_code=options.trust_remote_code)
     if options.chat_template is not None:
-        source.model.chat_template = options.chat_template
+        source = replace(source, model=replace(source.model, chat_template=options.chat_template))
 
     with screen.loading():
         import torch

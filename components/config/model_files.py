@@ -14,7 +14,7 @@ from typing import Any
 from components.config.schema.model import ModelConfig
 from components.config.schema.run import ALL_LINEAR, PeftConfig
 from components.protocol.errors import ConfigError
-from components.protocol.safe_parsing import load_json
+from components.protocol.safe_parsing import is_template, load_json
 from components.storage.object_store import is_url
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
@@ -138,7 +138,7 @@ def shipped_templates() -> dict[str, Path]:
 def check_template(model: ModelConfig) -> list[str]:
     """Return the problem of a model.chat_template that is neither a name nor a file, where the tokenizer is local."""
     chosen, tokenizer = model.chat_template, model.tokenizer or model.path
-    if chosen is None or model.template_model is not None or os.path.exists(os.path.expanduser(chosen)):
+    if chosen is None or model.template_model is not None or is_template(chosen):
         return []
     own = {"default"}
     if tokenizer is not None and tokenizer != "bytes":
@@ -154,11 +154,12 @@ def check_template(model: ModelConfig) -> list[str]:
             with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # reported by check_settings
                 listed = load_json(folder / "tokenizer_config.json")["chat_template"]
                 own |= {each["name"] for each in listed} if isinstance(listed, list) else listed.keys()
-    return [] if chosen in {*own, *shipped_templates()} else [no_template(chosen, own, "no such file")]
+    return [] if chosen in {*own, *shipped_templates()} else [no_template(chosen, own)]
 
 
-def no_template(chosen: str, own: Collection[str], why: str) -> str:
+def no_template(chosen: str, own: Collection[str]) -> str:
     """Return the problem of a model.chat_template that names nothing; `own`: the names of the tokenizer's templates."""
+    why = f"write ./{chosen} for the one here" if os.path.isfile(chosen) else "no such file"
     return (
         f"model.chat_template={chosen}: is neither the name of a chat template of the tokenizer "
         f"({', '.join(sorted(own)) or 'it has none'}) nor one of Meshbook ({', '.join(sorted(shipped_templates()))}), "

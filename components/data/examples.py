@@ -166,8 +166,8 @@ class NewestTurns:
     ) -> list[list[Example]]:
         """Replace the examples of conversations that are too long by those without the oldest turns.
 
-        A bisection finds the most turns that fit, with all conversations tokenized together. If the newest turn is too
-        long, or the template rejects the rest, the example remains as it is.
+        A bisection finds the most turns that fit, with all conversations tokenized together; it leaves out starts at
+        which the template rejects the rest. If the newest turn is too long, the example remains as it is.
         """
         found = {(row, index): [each] for row, group in enumerate(groups) for index, each in enumerate(group)}
         searches: dict[tuple[int, int], tuple[Conversation, list[int]]] = {}  # with the turns that may come first
@@ -185,7 +185,9 @@ class NewestTurns:
                 list(searches.items()), _encode(renderer, cut, False, BadRowReport()), strict=True
             ):
                 middle = (len(starts) - 1) // 2
-                if self._fit(samples):
+                if any(each is REJECTED for each in samples):
+                    searches[key] = (own, starts[:middle] + starts[middle + 1 :])
+                elif all(len(each.input_ids) <= self.seq_len for each in samples):
                     fitting[key] = samples
                     searches[key] = (own, starts[:middle])
                 else:
@@ -193,9 +195,6 @@ class NewestTurns:
         self.count += len(fitting)
         found |= fitting
         return [[each for index in range(len(group)) for each in found[row, index]] for row, group in enumerate(groups)]
-
-    def _fit(self, samples: Iterable[Example]) -> bool:
-        return all(each is not REJECTED and len(each.input_ids) <= self.seq_len for each in samples)
 
 
 def record_bad(error: ConfigError, where: str, bad: BadRowReport | None) -> None:

@@ -201,7 +201,7 @@ def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
         return fitted(problems, cfg, location.key, columns, rows)
     if cfg.bad_rows is BadRows.refuse:
         problems += _check_rows(files[0])
-    if cfg.unused_keys is UnusedKeys.refuse:
+    if cfg.unused_keys is UnusedKeys.refuse and not isinstance(cfg, PromptsDataConfig):  # rewards use all columns
         unread = [name for name in columns if name not in (*wanted.values(), *columns_optional(cfg))]
         problems += [unused_problem(str(files[0]), [f"column {name}" for name in unread])] if unread else []
     return problems

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xxhash
 
-from components.chat_template import encode_messages, encode_prompt
-from components.config.schema.data import BadRows, Overlong
+from components.chat_template import ChatTemplate, encode_messages, encode_prompt
+from components.config.schema.data import BadRows, Overlong, UnusedKeys
 from components.config.schema.rollouts import PromptsDataConfig, RolloutsConfig
 from components.conversation import Message, Prompt, text_of
 from components.data.batches import BatchPlan, TrainBatches
 from components.data.dataset import Facts, ItemSequence
+from components.data.examples import KeyUsage
 from components.data.sources.columns import PromptRow
-from components.data.sources.rows import BadRowReport, no_good_row, refused_rows
+from components.data.sources.rows import BadRowReport, no_good_row, refused_rows, unused_problem
 from components.data.sources.split import SourceSplit, describe, holds_out
 from components.protocol.errors import ConfigError
 
@@ -64,6 +65,7 @@ class _PromptFacts(Facts):
             parts.append(f"{self.dropped_overlong:,} dropped, which leave no room for an answer in seq_len")
         parts += [f"{self.dropped_bad_rows:,} bad rows dropped"] if self.dropped_bad_rows else []
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
+        parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
         return "; ".join(parts)
 
 
@@ -122,11 +124,14 @@ def build_prompts(
         list[RewardedPrompt](),
         BadRowReport(),
     )
+    usage = KeyUsage(ChatTemplate(tokenizer))
     for record in source:
         if not isinstance(record, PromptRow):
             raise TypeError("expected rows with prompts")
         try:
             row = _tokenized(cfg, tokenizer, record)
+            if record.conversation is not None:
+                usage.observe(record.conversation)
         except ConfigError as error:
             bad.add({record.where: str(error)})
             continue
@@ -136,6 +141,9 @@ def build_prompts(
         rows.append(row)
         facts.tokens += len(row.prompt.tokens)
     bad.add(source.bad.problems, source.bad.count)
+    facts.unused = usage.unused
+    if facts.unused and cfg.unused_keys is UnusedKeys.refuse:
+        raise ConfigError(unused_problem(facts.source, facts.unused))
     if facts.dropped_overlong and cfg.overlong is Overlong.refuse:
         raise ConfigError(
             f"data.overlong=refuse: {facts.dropped_overlong:,} prompts of {facts.source} have more than {room} tokens, "
@@ -170,15 +178,15 @@ def _none_left(
 
 def _tokenized(cfg: PromptsDataConfig, tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> RewardedPrompt:
     """Raises ConfigError if the chat template rejects the prompt."""
-    content, columns = row.content, dict(row.columns)
+    content, columns, conversation = row.content, dict(row.columns), row.conversation
     if cfg.answer_column is not None:
         columns["answer"] = columns[cfg.answer_column]
-    if isinstance(content, str):
-        return RewardedPrompt(Prompt(content, encode_prompt(tokenizer, content, cfg.system_prompt)), content, columns)
-    if cfg.system_prompt is not None and content[0]["role"] != "system":
-        content = [{"role": "system", "content": cfg.system_prompt}, *content]
-    prompt = Prompt(text_of(content[-1].get("content")), encode_messages(tokenizer, content))
-    return RewardedPrompt(prompt, content, columns)
+    if conversation is None:
+        text = str(content)
+        return RewardedPrompt(Prompt(text, encode_prompt(tokenizer, text, cfg.system_prompt)), text, columns)
+    _, messages, tools, kwargs, *_ = conversation.with_system(cfg.system_prompt)
+    prompt = Prompt(text_of(messages[-1].get("content")), encode_messages(tokenizer, messages, tools, kwargs))
+    return RewardedPrompt(prompt, content if isinstance(content, str) else messages, columns)
 
 
 class PromptBatches(TrainBatches):

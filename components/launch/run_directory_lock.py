@@ -48,8 +48,8 @@ from components.protocol.run_files import (
 from components.protocol.safe_parsing import load_json, load_yaml
 from components.terminal import print_text
 
-_LONGEST_PROBLEM = 200
-"""Maximum characters quoted per problem of a stored config, whose contents are arbitrary."""
+_LONGEST = 200
+"""Maximum characters quoted of a value, and of a problem of a stored config, whose contents are arbitrary."""
 _PER_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
 """Keys that may differ between starts without a message: they do not change what the run computes."""
 _WITHOUT_EFFECT = ("checkpoint.", "cluster.", "logging.", "parallelism.", "training.micro_batch_size")
@@ -259,7 +259,7 @@ def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recip
     try:
         from_yaml(stored.text, type(cfg))
     except ConfigError as error:
-        quoted = "; ".join(shorten(problem, _LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
+        quoted = "; ".join(shorten(problem, _LONGEST, placeholder="...") for problem in error.problems[:2])
         more = f"; and {len(error.problems) - 2} more" if len(error.problems) > 2 else ""
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} does not fit this recipe ({quoted}{more}); choose another run.dir"
@@ -297,15 +297,21 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _PER_START]
     raise_all(
         [
-            f"{key}={now.get(key)}: the run in {origin} began with {then.get(key)}; restore that value, choose "
-            f"another run.dir, or accept the change and continue: run.accept_changes=[{key}]"
+            f"{key}={_short(now.get(key))}: the run in {origin} began with {_short(then.get(key))}; restore that "
+            f"value, choose another run.dir, or accept the change and continue: run.accept_changes=[{key}]"
             for key in changed
             if is_defining(key) and not accepts(cfg.run.accept_changes, key)
         ]
     )
     if changed:
-        differences = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
+        differences = "; ".join(f"{key}: {_short(then.get(key))} -> {_short(now.get(key))}" for key in changed)
         print_text(f"{origin} resumes with changed values: {differences}", file=sys.stderr)
+
+
+def _short(value: Any) -> str:
+    """Return a value on one line, and only the beginning of a long one, such as a chat template."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
@@ -363,7 +369,7 @@ def _check_second_start(path: Path, cfg: RecipeConfig) -> None:
             if then.get(key) != now.get(key) and not key.startswith((*_WITHOUT_EFFECT, *_PER_START))
         ]
         if changed:
-            differences = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
+            differences = "; ".join(f"{key}: {_short(then.get(key))} -> {_short(now.get(key))}" for key in changed)
             raise ConfigError(
                 f"run.resume={cfg.run.resume}: run.dir={path} already started from it, with other values "
                 f"({differences}), and would continue from {file.parent.name}; choose another run.dir to start from "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,7 +15,7 @@ from components.config.schema.model import ModelConfig
 from components.protocol.errors import ConfigError
 from components.protocol.processes import CpuLimitError, limited
 from components.protocol.run_files import RECORD, read_json
-from components.protocol.safe_parsing import read_regular
+from components.protocol.safe_parsing import is_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +59,7 @@ def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrain
 
     Args:
         checkpoint: Checkpoint of a training run that the tokenizer is used with. With one of recipes/pretrain.py, whose
-            model is not trained on chats, the tokenizer has no chat template.
+            model is not trained on chats, the tokenizer has no chat template but `cfg.chat_template`.
 
     Raises:
         ConfigError: The tokenizer is missing or unreachable, has neither a pad nor an end-of-text token, lacks the
@@ -71,8 +70,8 @@ def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrain
     if cfg.chat_template is not None:
         is_own = _set_default_template(tokenizer, cfg, cfg.chat_template)
         if not is_own:
-            _check_control_tokens(tokenizer, cfg.chat_template)
-    if checkpoint is not None and read_json(checkpoint.parent.parent / RECORD).get("recipe") == "pretrain":
+            _check_control_tokens(tokenizer, cfg)
+    elif checkpoint is not None and read_json(checkpoint.parent.parent / RECORD).get("recipe") == "pretrain":
         tokenizer.chat_template = None
     return tokenizer
 
@@ -143,26 +142,25 @@ def _set_default_template(tokenizer: PreTrainedTokenizerBase, cfg: ModelConfig, 
     Of several templates all are kept: those that are replaced with the prefix `original_`. One of another origin also
     replaces the template for conversations with tools. Raises ConfigError.
     """
-    own, path = tokenizer.chat_template, os.path.expanduser(chosen)
+    own = tokenizer.chat_template
     named: dict[str, str] = own if isinstance(own, dict) else {} if own is None else {"default": own}
     shipped = shipped_templates()
-    is_file, replaced = os.path.isfile(path), {"default"}
-    if chosen in {*named, *shipped} and (is_file or any(Path(path, name).is_file() for name in TOKENIZER_FILES)):
+    if chosen in {*named, *shipped} and any(Path(chosen, name).is_file() for name in (".", *TOKENIZER_FILES)):
         raise ConfigError(
             f"model.chat_template={chosen}: is the name of a chat template, and a file or a model in this folder; "
             f"write ./{chosen} for the latter, or rename it to use the template"
         )
-    try:
-        if chosen in named:
-            text = named[chosen]
-        elif chosen in shipped:
-            text, replaced = shipped[chosen].read_text(encoding="utf-8"), {"default", "tool_use"}
-        elif cfg.template_model is not None:
-            text, replaced = _template_of_model(cfg, chosen), {"default", "tool_use"}
-        else:
-            text = read_regular(Path(path), 1 << 20).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(no_template(chosen, named, error_line(error))) from error
+    replaced = {"default"} if chosen in named or is_template(chosen) else {"default", "tool_use"}
+    if is_template(chosen):
+        text = chosen
+    elif chosen in named:
+        text = named[chosen]
+    elif chosen in shipped:
+        text = shipped[chosen].read_text(encoding="utf-8")
+    elif cfg.template_model is not None:
+        text = _template_of_model(cfg, chosen)
+    else:
+        raise ConfigError(no_template(chosen, named))
     if not isinstance(own, dict):
         tokenizer.chat_template = text
         return chosen in named
@@ -187,7 +185,7 @@ def _template_of_model(cfg: ModelConfig, path: str) -> str:
     )
 
 
-def _check_control_tokens(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
+def _check_control_tokens(tokenizer: PreTrainedTokenizerBase, cfg: ModelConfig) -> None:
     """Reject a chat template whose control tokens the tokenizer would split, because no answer would end with one.
 
     The template of a file, which may use such texts on purpose, only causes a warning.
@@ -221,11 +219,11 @@ def _check_control_tokens(tokenizer: PreTrainedTokenizerBase, chosen: str) -> No
         return
     listed = ",".join(f'"{token}"' for token in missing)
     problem = (
-        f"model.chat_template={chosen}: the tokenizer has no tokens {', '.join(missing)}, with which the template "
-        f"begins and ends messages; add them by 'model.new_tokens=[{listed}]', or set model.tokenizer to a tokenizer "
-        "that has them"
+        f"model.chat_template={cfg.template_name}: the tokenizer has no tokens {', '.join(missing)}, with which the "
+        f"template begins and ends messages; add them by 'model.new_tokens=[{listed}]', or set model.tokenizer to a "
+        "tokenizer that has them"
     )
-    if not os.path.isfile(os.path.expanduser(chosen)):
+    if not is_template(cfg.chat_template or ""):
         raise ConfigError(problem)
     logger.warning("%s", problem)
 

@@ -1,4 +1,5 @@
-"""JSON and YAML with limits, for files and objects that a user, another program or an object store can change."""
+"""JSON and YAML with limits, and checks of templates, for files and objects that a user, another program or an object
+store can change."""
 
 from __future__ import annotations
 
@@ -159,3 +160,24 @@ def check_expansion(text: str) -> None:
         if so_far + size > _MAX_VALUES:
             raise YamlLimitError(f"more than {_MAX_VALUES:,} values with aliases expanded")
         open_collections[-1] = (parent, so_far + size)
+
+
+def is_template(text: str) -> bool:
+    """Return whether a text has expressions or statements of Jinja."""
+    return "{{" in text or "{%" in text
+
+
+def check_jinja(text: str) -> None:
+    """Raise ValueError for a text that is no chat template, with the reason as a sentence."""
+    import jinja2  # a process without such a text does not load it
+
+    if not is_template(text):
+        raise ValueError("it has neither {{ ... }} nor {% ... %}")
+    if text.lstrip().startswith('{"'):
+        raise ValueError("it is JSON; write the text of its chat_template to a file")
+    try:
+        # transformers adds the tag `generation`, which marks answers.
+        plain = re.sub(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}", "", text)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from error

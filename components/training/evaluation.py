@@ -16,7 +16,7 @@ from components import data, distributed, models, observability
 from components.batch import Batch
 from components.config.schema.data import IGNORED, DataConfig, MixtureDataConfig
 from components.config.schema.training import EvalWeights, GenerationConfig
-from components.conversation import Conversation, Prompt, parse_calls, same_calls, text_of
+from components.conversation import Conversation, Prompt, parse_calls, same_json, text_of
 from components.data.batches import Padding
 from components.distributed.init import get_local_world_size_preinit
 from components.json_collectives import all_gather_json
@@ -208,25 +208,28 @@ def _tool_call_shares(
             continue
         found, expected = parse_calls(str(tokenizer.decode(tokens))), turn.calls or []
         names += [call[:2] for call in found] == [call[:2] for call in expected]
-        right += same_calls(found, expected)
+        right += same_json(found, expected)
     count = len(turns)
     return {"name_accuracy": names / count, "arguments_accuracy": right / count, "cut": cut / count}
 
 
 def encoded_prompts(tokenizer: Any, prompts: Iterable[str | Conversation], cfg: DataConfig | None) -> list[Prompt]:
-    """Return prompts with their tokens; before a text is the system message that all conversations of the data have.
+    """Return prompts with their tokens; those without a system message get that of all conversations of the data.
 
     Raises ConfigError if the chat template rejects a conversation.
     """
     sources = cfg.sources.values() if isinstance(cfg, MixtureDataConfig) else [cfg]
     systems = {getattr(source, "system_prompt", None) for source in sources}
     system = systems.pop() if len(systems) == 1 else None
-    return [
-        Prompt(each, models.encode_prompt(tokenizer, each, system))
-        if isinstance(each, str)
-        else Prompt(text_of(each.messages[-1].get("content")), models.encode_messages(tokenizer, *each[1:3]))
-        for each in prompts
-    ]
+    encoded = []
+    for each in prompts:
+        if isinstance(each, str):
+            encoded.append(Prompt(each, models.encode_prompt(tokenizer, each, system)))
+            continue
+        _, messages, tools, kwargs, *_ = each.with_system(system)
+        tokens = models.encode_messages(tokenizer, messages, tools, kwargs)
+        encoded.append(Prompt(text_of(messages[-1].get("content")), tokens))
+    return encoded
 
 
 def _free_memory(device: torch.device) -> int:

@@ -20,7 +20,7 @@ import pytest
 from jinja2 import TemplateError
 
 from components.chat_template import ChatTemplate
-from components.conversation import Conversation, arguments_of, function_of, parse_calls, same_calls
+from components.conversation import Conversation, arguments_of, function_of, parse_calls, same_json
 from components.data.cache import _turns_with_calls
 from components.data.examples import encode_conversations
 from components.models import tokenizer as tokenizer_module
@@ -340,7 +340,7 @@ def test_calls_are_read_from_the_turn_that_the_template_renders(name: str) -> No
 )  # fmt: skip
 def test_texts_of_other_forms_and_broken_ones_are_read(text: str, expected: list[Any]) -> None:
     assert parse_calls(text) == expected
-    assert same_calls(parse_calls(text), expected)
+    assert same_json(parse_calls(text), expected)
 
 
 def test_arguments_are_equal_as_values_of_json() -> None:
@@ -355,4 +355,4 @@ def test_arguments_are_equal_as_values_of_json() -> None:
         ({"a": 1, "b": [{"c": 0.5}]}, False),
         ({"a": 1, "b": [{"c": 0.5}, 1], "d": None}, False),
     ):
-        assert same_calls(first, parse_calls(json.dumps({"name": "f", "arguments": arguments}))) == equal
+        assert same_json(first, parse_calls(json.dumps({"name": "f", "arguments": arguments}))) == equal

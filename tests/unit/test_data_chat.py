@@ -11,6 +11,7 @@ import re
 import resource
 import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from components.config.schema.run import is_defining
 from components.conversation import Conversation, Prompt
 from components.data import cache
 from components.data.dataset import Dataset, Facts
-from components.data.examples import IGNORED, Example, encode_conversations, trimmed
+from components.data.examples import IGNORED, Example, NewestTurns, encode_conversations, trimmed
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
 from components.models import build_on_meta, materialize
@@ -670,6 +671,22 @@ def test_rows_that_the_template_rejects_are_bad_and_not_cut(tmp_path: Path) -> N
     facts = build_dataset(cfg, byte_tokenizer(rejects + unmarked(HERMES)), seq_len=150, split="train").facts
     assert isinstance(facts, Facts)
     assert (facts.samples, facts.dropped_bad_rows, facts.dropped_overlong, facts.cut_to_turns) == (1, 1, 1, 0)
+
+
+def test_turns_at_which_the_template_rejects_the_rest_do_not_end_the_search(tmp_path: Path) -> None:
+    """All others are tried: with every set of rejected starts, the sample is the first that fits."""
+    plain = byte_tokenizer(marked(HERMES))
+    lengths = {turn: len(reference(plain, [LONG[0], *LONG[turn:]], TOOLS).input_ids) for turn in TURNS}
+    for rejected in (each for size in range(4) for each in combinations(TURNS[1:], size)):
+        starts = " or ".join(f"messages[1].content == {LONG[turn]['content']!r}" for turn in rejected) or "false"
+        tokenizer = byte_tokenizer(
+            f"{{%- if {starts} %}}{{{{ raise_exception('no') }}}}{{%- endif %}}" + marked(HERMES)
+        )
+        for seq_len in lengths.values():
+            newest = NewestTurns(seq_len)
+            (made,) = encode_conversations(tokenizer, [Conversation("x", LONG, TOOLS)], newest=newest)
+            fitting = [lengths[turn] for turn in TURNS if turn not in rejected and lengths[turn] <= seq_len]
+            assert len(made.input_ids) == max(fitting, default=lengths[TURNS[0]]), (rejected, seq_len)
 
 
 def test_turns_that_are_kept_depend_on_the_length_and_are_cached_by_it(

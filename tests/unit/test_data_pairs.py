@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 
 from components.config.schema.data import BadRows, Overlong, PreferencesDataConfig
 from components.data import EvalBatches, build_pairs
@@ -74,6 +76,23 @@ def test_every_form_of_a_pair_becomes_the_same_tokens(
     tmp_path: Path, row: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     assert texts(read(tmp_path, [row], **keys)) == EXPECTED
+
+
+def test_template_receives_the_tools_and_the_variables_of_a_row(tmp_path: Path) -> None:
+    """As TRL's DPO does; the reference is plain transformers."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    pair = {"prompt": "why?", "chosen": "yes", "rejected": "no"}
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    for inputs in ({"tools": tools}, kwargs, {"tools": json.dumps(tools), **kwargs}):
+        ((chosen, rejected, *_),) = read(tmp_path, [{**pair, **inputs}], template=template)
+        options = inputs.get("chat_template_kwargs", {})
+        for row, answer in ((chosen, "yes"), (rejected, "no")):
+            text = byte_tokenizer(template).apply_chat_template(
+                [user("why?"), assistant(answer)], tools=tools if "tools" in inputs else None, tokenize=False, **options
+            )
+            assert byte_tokenizer().decode(row.input_ids) == text.rstrip("\n")
+            assert marked(row.input_ids, row.labels).count("[[") == 1
 
 
 def test_only_turns_after_the_shared_messages_have_a_loss(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components import data, models
 from components.chat_template import ChatTemplate
+from components.config.compose.frozen import frozen_text, read_frozen, read_section
 from components.config.model_files import check_template
 from components.config.schema import FinetuneConfig, ModelConfig, PretrainConfig
 from components.config.schema.data import BadRows, DocsDataConfig, SftDataConfig
@@ -25,6 +27,7 @@ from components.data.sources import text
 from components.models import tokenizer as tokenizer_module
 from components.models.tokenizer import BYTE_CHAT_TEMPLATE, byte_tokenizer
 from components.protocol.errors import ConfigError
+from components.protocol.run_files import RECORD
 from components.training.harness import load_tasks
 from scripts import chat
 
@@ -118,6 +121,60 @@ def test_the_chosen_template_is_used_and_exported_as_the_default(
         kept = {name: text for name, text in templates.items() if name != "default"}
         assert kept.items() <= again.chat_template.items()
         assert set(templates.values()) <= set(again.chat_template.values())
+
+
+TRL_TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("name", [*(file.name for file in TRL_TEMPLATES), "dollar.jinja"])
+def test_a_run_keeps_the_template_of_a_file_that_changes(name: str, tmp_path: Path) -> None:
+    """Its frozen config, read whole or by section, holds the text, without a byte order mark."""
+    odd = PLAIN + "{# ${a} \\${b} #}\u2028\u00a0 \t\r\n"
+    text = {file.name: file.read_text() for file in TRL_TEMPLATES}.get(name, odd)
+    file = tmp_path / name
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    tokenizer = saved(tmp_path / "tokenizer", PLAIN)
+    model = ModelConfig(
+        tokenizer=tokenizer, chat_template=str(file), init=WeightInit.random, config={"model_type": "llama"}
+    )
+    frozen = tmp_path / "config.yaml"
+    frozen.write_text(frozen_text(FinetuneConfig(model=model, data=DocsDataConfig())))
+    file.write_text(PLAIN.replace("im_start", "changed"))
+    for read in (read_frozen(frozen, FinetuneConfig).model, read_section(frozen, "model", ModelConfig)):
+        assert models.load_tokenizer(read).chat_template == text
+        assert check_template(read) == []
+    assert models.load_tokenizer(replace(model, chat_template=str(file))).chat_template != text
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "it has neither"),
+        (b"  \n", "it has neither"),
+        (b"<|im_start|>user\n", "it has neither"),
+        (json.dumps({"chat_template": PLAIN}).encode(), "it is JSON; write the text of its chat_template to a file"),
+        (PLAIN.replace("{% endfor %}", "").encode(), r"line 4: Unexpected end of template"),
+        (b"{{ messages[0].content }", r"line 1: unexpected '}'"),
+        (PLAIN.encode("utf-16"), "codec can't decode"),
+        (b"\xff{{ x }}", "codec can't decode"),
+        ("{{ x }}\x85".encode(), r"has the character U\+0085"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_template_is_rejected_with_its_name(content: bytes, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.jinja"
+    file.write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=rf"model\.chat_template={file}: is no Jinja template: .*{problem}.*; correct it"
+    ):
+        ModelConfig(path="x", chat_template=str(file))
+
+
+def test_a_file_without_a_suffix_needs_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text(SHOUT)
+    with pytest.raises(ConfigError, match=r"model\.chat_template=mine: .*\(write \./mine for the one here\); set one"):
+        loaded(tmp_path, NAMED, "mine")
+    assert loaded(tmp_path, NAMED, "./mine").chat_template["default"] == SHOUT
 
 
 @pytest.mark.parametrize("chosen", ["Rag", "nowhere.jinja"])
@@ -231,6 +288,16 @@ def test_pretraining_has_no_template_to_choose() -> None:
     model = ModelConfig(tokenizer="bytes", chat_template="x", init=WeightInit.random, config={"model_type": "llama"})
     with pytest.raises(ConfigError, match="model.chat_template=x: a pretraining run has no chat template; remove it"):
         PretrainConfig(model=model, data=DocsDataConfig())
+
+
+def test_a_pretrained_model_has_no_template_but_a_chosen_one(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step_2"
+    step.mkdir(parents=True)
+    (tmp_path / "run" / RECORD).write_text('{"recipe": "pretrain"}')
+    model = ModelConfig(tokenizer="bytes", init=WeightInit.random, config={"model_type": "llama"})
+    assert models.load_tokenizer(model, step).chat_template is None
+    shipped = models.load_tokenizer(replace(model, chat_template="chatml"), step)
+    assert shipped.apply_chat_template(ASKED, tokenize=False).startswith("<|im_start|>user\nWhy?<|im_end|>")
 
 
 def test_chats_need_the_name_of_a_template_too(

@@ -81,7 +81,9 @@ def read_optional_section(path: Path, name: str, schema: type[Section]) -> Secti
     if not isinstance(loaded, dict) or name not in loaded:
         return None
     try:
-        return typed(loaded[name], schema)
+        container, rejected = resolve({name: loaded[name]})
+        raise_all(list(rejected.values()))
+        return typed(container[name], schema)
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 

@@ -264,7 +264,8 @@ class LabelsDataConfig(ScoredDataConfig):
 @dataclass(kw_only=True, slots=True)
 class PreferencesDataConfig(ScoredDataConfig):
     """A chosen and a rejected answer to one prompt per row, for recipes/dpo.py and reward models; or one labeled answer
-    per row, for objective=kto. Prompts and answers are texts or lists of messages. Batch sizes count rows."""
+    per row, for objective=kto. Prompts and answers are texts or lists of messages. The chat template also receives the
+    columns tools and chat_template_kwargs, if a row has them. Batch sizes count rows."""
 
     kind: DataKind = DataKind.preferences
     """preferences."""

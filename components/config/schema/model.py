@@ -13,7 +13,7 @@ from typing import Any
 
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig
 from components.protocol.errors import above, at_least, field_values, own_kind, raise_all
-from components.protocol.safe_parsing import read_regular
+from components.protocol.safe_parsing import check_jinja, is_template, read_regular
 
 CAUSAL_SDPA = "causal_sdpa"
 """Name registered with transformers for model.attention=sdpa without a mask; never written to a config.json."""
@@ -220,8 +220,10 @@ _ROPE_KEYS = {
 }
 """Type of scaling -> keys that only it has."""
 
-_LARGEST_LIST = 1 << 24
-"""Maximum size in bytes of a file of tokens."""
+_LARGEST_LIST, _LARGEST_TEMPLATE = 1 << 24, 1 << 20
+"""Maximum sizes in bytes of a file of tokens and of one with a chat template."""
+_NEL = "\x85"
+"""Character that the config of a run cannot store."""
 _SHOWN_TOKENS = 4
 """Maximum number of wrong tokens in an error."""
 SIZES = ("layers", "heads", "kv_heads", "hidden", "vocab", "experts", "head_dim", "linear_heads", "mlp", "expert_mlp")
@@ -248,10 +250,11 @@ class ModelConfig:
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
     chat_template: str | None = None
-    """Name of one of the tokenizer's chat templates, a file with one, another model whose template is used (a folder or
-    a hub name), or one for base models: chatml, llama3 or qwen3; null: the tokenizer's, and of several the one named
-    default. It becomes the default of the exported tokenizer, which keeps the others. As in transformers,
-    conversations with tools use the tokenizer's template named tool_use instead, if there is one."""
+    """Name of one of the tokenizer's chat templates, a file with one (./NAME if it has no suffix), another model whose
+    template is used (a folder or a hub name), or one for base models: chatml, llama3 or qwen3; null: the tokenizer's,
+    and of several the one named default. It becomes the default of the exported tokenizer, which keeps the others. A
+    run stores the text of a file, so that it keeps its template if the file changes. As in transformers, conversations
+    with tools use the tokenizer's template named tool_use instead, if there is one."""
     new_tokens: list[str] = field(default_factory=list)
     """Tokens to add to the tokenizer, in this order, or file:PATH for those in the lines of a text file. Those of the
     form <|...|> are special: decoding leaves them out. Their rows of the embedding and the head begin as the mean of
@@ -337,8 +340,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML's true and false become True and False
-        self.new_tokens, problems = _tokens_in(self.new_tokens)  # so that the frozen config does not need the files
-        raise_all([*problems, *self._problems()])
+        # The frozen config does not need the files.
+        self.new_tokens, problems = _tokens_in(self.new_tokens)
+        self.chat_template, more = _template_in(self.chat_template)
+        raise_all([*problems, *more, *self._problems()])
 
     @property
     def origin(self) -> str:
@@ -351,10 +356,14 @@ class ModelConfig:
     def template_model(self) -> str | None:
         """The other model whose chat template is used: a folder, or a hub name (owner/model)."""
         name = self.chat_template or ""
-        is_hub_name = re.fullmatch(
-            r"\w[\w.-]*/[\w.-]+(?<!\.jinja)(?<!\.jinja2)(?<!\.j2)(?<!\.txt)", name
-        ) and not os.path.isfile(name)
+        is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.jinja)(?<!\.jinja2)(?<!\.j2)(?<!\.txt)", name)
         return name if is_hub_name or os.path.isdir(os.path.expanduser(name)) else None
+
+    @property
+    def template_name(self) -> str:
+        """The chat template for messages: its name, or the beginning of its text."""
+        name = self.chat_template or ""
+        return f"{' '.join(name.split())[:40]}..." if is_template(name) else name
 
     def stored_dtype(self, *, frozen_on_gpu: bool = False) -> DType:
         """Return the dtype of stored parameters: `dtype`, with auto resolved.
@@ -455,17 +464,34 @@ def _tokens_in(tokens: list[str]) -> tuple[list[str], list[str]]:
             text = read_regular(Path(os.path.expanduser(token.removeprefix("file:"))), _LARGEST_LIST).decode(
                 "utf-8-sig"
             )
-            found += [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+            found += [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             problems.append(
                 f"model.new_tokens={token}: cannot be read ({error}); give a text file with a token per line"
             )
     for token, count in Counter(found).items():
-        if count > 1 or token != token.strip() or not token:
+        if count > 1 or token != token.strip() or not token or _NEL in token:
             problems.append(
-                f"model.new_tokens={token!r}: is empty, begins or ends with a space, or is given twice; correct it"
+                f"model.new_tokens={token!r}: is empty, begins or ends with a space, has the character U+0085, or is "
+                "given twice; correct it"
             )
     return found, problems[:_SHOWN_TOKENS]
+
+
+def _template_in(chosen: str | None) -> tuple[str | None, list[str]]:
+    """Return model.chat_template with a file replaced by its text, and its problems."""
+    path = Path(os.path.expanduser(chosen or ""))
+    if chosen is None or not (is_template(chosen) or (path.is_file() and not re.fullmatch(r"\w+", chosen))):
+        return chosen, []
+    try:
+        text = chosen if is_template(chosen) else read_regular(path, _LARGEST_TEMPLATE).decode("utf-8-sig")
+        check_jinja(text)
+        if _NEL in text:
+            raise ValueError("it has the character U+0085, which YAML reads as a line break")
+    except (OSError, ValueError) as error:
+        shown = "the text" if is_template(chosen) else chosen
+        return None, [f"model.chat_template={shown}: is no Jinja template: {error}; correct it, or choose another"]
+    return text, []
 
 
 @dataclass(kw_only=True, slots=True)

@@ -154,7 +154,7 @@ class PretrainConfig(FinetuneConfig):
     def __post_init__(self) -> None:
         if self.model.chat_template is not None:
             raise ConfigError(
-                f"model.chat_template={self.model.chat_template}: a pretraining run has no chat template; remove it, "
+                f"model.chat_template={self.model.template_name}: a pretraining run has no chat template; remove it, "
                 "or use recipes/finetune.py"
             )
 

@@ -63,7 +63,8 @@ class PromptsDataConfig(RowsDataConfig):
     """Prompts that leave no room for rollouts.max_new_tokens in training.seq_len: drop (skip and count them) or refuse
     (fail the run)."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt: a text, or a list of messages that ends with the one to answer."""
+    """Column that holds the prompt: a text, or a list of messages that ends with the one to answer. The chat template
+    also receives the columns system, tools and chat_template_kwargs, if a row has them."""
     answer_column: str | None = None
     """Column that reward functions receive as `answer`; null: the column answer, if there is one."""
     system_prompt: str | None = None

@@ -21,20 +21,19 @@ from components.config.schema.data import (
     TextDataConfig,
 )
 from components.config.schema.rollouts import PromptsDataConfig
-from components.data.sources.files import Row, check_columns
-from components.data.sources.rows import (
+from components.conversation import (
     ASSISTANT,
     BadRowError,
-    BadRowReport,
     Conversation,
     Message,
-    columns_wanted,
-    each_row,
     kind_of,
     messages_of,
-    number_of,
+    prompt_in,
+    template_inputs,
     text_value,
 )
+from components.data.sources.files import Row, check_columns
+from components.data.sources.rows import BadRowReport, columns_wanted, each_row, number_of
 from components.protocol.errors import ConfigError, field_values
 
 _USUAL_COLUMNS = {
@@ -72,12 +71,10 @@ class PromptRow(NamedTuple):
     where: str
     """Origin of the prompt for error messages, such as `train.jsonl:17`."""
     content: str | list[Message]
+    """The prompt as the data has it; messages also with the system message of its row."""
     columns: Mapping[str, Any]
-
-    @property
-    def conversation(self) -> Conversation | None:
-        """The content as a conversation; None for a text."""
-        return None if isinstance(self.content, str) else Conversation(self.where, self.content)
+    conversation: Conversation | None = None
+    """The prompt with its system message, tools and template variables; None: a text without them."""
 
 
 def answer_configs(cfg: PreferencesDataConfig, columns: Sequence[str], where: str) -> list[AnswerConfig]:
@@ -132,16 +129,13 @@ def each_prompt(cfg: PromptsDataConfig, rows: Iterable[Row], bad: BadRowReport) 
 
 def _prompt_row(cfg: PromptsDataConfig, row: Row) -> PromptRow:
     column = cfg.prompt_column
-    content = row.values.get(column)
-    if isinstance(content, list):
-        content, _ = messages_of(content, column)
-        if not content or content[-1]["role"] == ASSISTANT:
-            raise BadRowError(f"{column!r} must end with a message to answer, not with one of the assistant")
-    else:
-        content = text_value(row.values, "prompt_column", column)
+    prompt, content = prompt_in(row.values, column, row.where), row.values.get(column)
     if cfg.answer_column is not None and cfg.answer_column not in row.values:
         raise BadRowError(f"data.answer_column={cfg.answer_column}: the key is missing")
-    return PromptRow(row.where, content, {name: value for name, value in row.values.items() if name != column})
+    columns = {name: value for name, value in row.values.items() if name != column}
+    if isinstance(prompt, str):
+        return PromptRow(row.where, prompt, columns)
+    return PromptRow(row.where, content if isinstance(content, str) else prompt.messages, columns, prompt)
 
 
 def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
@@ -157,9 +151,8 @@ def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
     system = cfg.system_prompt
     if cfg.system_column is not None and row.values.get(cfg.system_column):
         system = text_value(row.values, "system_column", cfg.system_column)
-    if system is not None and messages[0]["role"] != "system":
-        messages, untrained = [{"role": "system", "content": system}, *messages], {index + 1 for index in untrained}
-    return Conversation(row.where, messages, untrained=frozenset(untrained), is_desirable=label)
+    tools, kwargs = template_inputs(row.values)
+    return Conversation(row.where, messages, tools, kwargs, frozenset(untrained), label).with_system(system)
 
 
 def _pair_answer(cfg: AnswerConfig, values: dict[str, Any]) -> tuple[list[Message], frozenset[int], int]:
