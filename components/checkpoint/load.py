@@ -208,15 +208,18 @@ def load_checkpoint(
     parameters = model_tensors(model)
     _check_model(path, parameters, stored.by_name)
     check_base_weights(path, saved.get(BASE_FINGERPRINT), base_fingerprint(model))
-    if average is not None and _holds_average(stored.by_name):
-        _check_average(path, average, stored.by_name)
-    else:
-        average = {}
+    average = dict(average) if average is not None and _holds_average(stored.by_name) else {}
+    if average:
+        _check_average(path, average, stored.by_name, parameters)
+    # The average of a parameter that was frozen until now is its weight.
+    begins = {name: average.pop(name) for name in list(average) if name not in stored.by_name}
     described = {name: (each.shape, each.dtype) for name, each in stored.by_name.items()}
     tensors = parameters | make_optimizer_state(optimizer, parameters, described) | average
     with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(stored, tensors)
         restore_numbers(optimizer, parameters, tensors)
+        for name, each in begins.items():
+            local_part(each).copy_(local_part(parameters[MODEL + name.removeprefix(AVERAGE)]))
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
             set_random_state(load_json(path / random_file(this_rank())))
@@ -371,14 +374,25 @@ def _check_model(path: Path, local: Tensors, stored: Mapping[str, CheckpointTens
         raise ConfigError(sorted(problems)[:_SHOWN])
 
 
-def _check_average(path: Path, local: Tensors, stored: Mapping[str, CheckpointTensor]) -> None:
-    """Require the stored average to have the parameters of all ranks; every rank raises the same error."""
+def _check_average(
+    path: Path, local: Tensors, stored: Mapping[str, CheckpointTensor], parameters: Tensors | None = None
+) -> None:
+    """Require the stored average to have the parameters of all ranks; every rank raises the same error.
+
+    parameters: those of a model that may train others of them than the run that saved the average did.
+    """
     if not _holds_average(stored):
         raise ConfigError(
             f"checkpoint {path}: holds no moving average of the weights: its run had no training.ema_decay"
         )
     expected = merge_over_ranks({name: True for name in local if name != AVERAGE_UPDATES})
     saved = {name: True for name in stored if name.startswith(AVERAGE)}
+    if parameters is not None:
+        all_names = merge_over_ranks({AVERAGE + name.removeprefix(MODEL): True for name in parameters})
+        both = all_names.keys() & {AVERAGE + name.removeprefix(MODEL) for name in stored}
+        if this_rank() == 0 and (frozen := sorted(both & saved.keys() - expected.keys())):
+            logger.warning("averages of parameters that are frozen now are dropped: %s", shown_names(frozen))
+        expected, saved = ({name: True for name in names if name not in both} for names in (expected, saved))
     if problems := _compare_names(path, expected, saved):
         raise ConfigError(problems)
 

@@ -129,14 +129,15 @@ def make_optimizer_state(
     """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
     Stepping the optimizers would allocate it too, but also change the parameters. State that an optimizer does not use,
-    as after a change from adamw to muon, is dropped: it would be saved again, and be stale after a change back.
+    as after a change from adamw to muon, and state of parameters that are frozen now, is dropped and named in the log:
+    it would be saved again, and be stale after a change back.
 
     Args:
         stored: Global shape and dtype of each stored tensor.
 
     Raises:
-        ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains, or
-            state of another optimizer than AdamW for AdamW.
+        ConfigError: On every rank, if there is stored state of a parameter that no rank has, or state of another
+            optimizer than AdamW for AdamW.
     """
     owners = {
         id(parameter): (optimizer, group)
@@ -145,8 +146,9 @@ def make_optimizer_state(
         for parameter in group["params"]
     }
     # Under pp a rank has only its own parameters: whether a run trains one at all is known by all ranks together.
-    trained_anywhere = merge_over_ranks({name: True for name, each in parameters.items() if id(each) in owners})
-    dropped: dict[str, str] = {}
+    is_trained = merge_over_ranks(dict.fromkeys(parameters, False))
+    is_trained |= merge_over_ranks({name: True for name, each in parameters.items() if id(each) in owners})
+    dropped, frozen = dict[str, str](), dict[str, None]()
     for optimizer in list_optimizers(optimizers):
         optimizer.state.clear()
     for key, (shape, dtype) in stored.items():
@@ -154,11 +156,14 @@ def make_optimizer_state(
         quantity, _, name = rest.partition("/")
         if f"{kind}/" not in (OPTIMIZER, _COUNTER, _NUMBER):
             continue
-        if MODEL + name not in trained_anywhere:
+        if MODEL + name not in is_trained:
             raise ConfigError(
-                f"the checkpoint holds optimizer state of {name}, which this run does not train; train the same "
-                "parameters as the run that saved it, or choose another run.dir to start over"
+                f"the checkpoint holds optimizer state of {name}, which this model does not have; train the same "
+                "model as the run that saved it, or choose another run.dir to start over"
             )
+        if not is_trained[MODEL + name]:
+            frozen[name] = None
+            continue
         parameter = parameters.get(MODEL + name)
         if parameter is None or id(parameter) not in owners:
             continue
@@ -179,6 +184,8 @@ def make_optimizer_state(
     if (dropped := merge_over_ranks(dropped)) and this_rank() == 0:
         names = ", ".join(f"{quantity} ({optimizer})" for quantity, optimizer in sorted(dropped.items()))
         logger.warning("state of the checkpoint that the optimizer of this run does not use is dropped: %s", names)
+    if frozen and this_rank() == 0:
+        logger.warning("optimizer state of parameters that are frozen now is dropped: %s", ", ".join(frozen))
     _check_moments(optimizers, parameters)
     return optimizer_tensors(optimizers, parameters)
 

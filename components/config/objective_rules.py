@@ -163,11 +163,16 @@ def policy_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
             f"parallelism.pp={mesh.pp}: a pipeline generates one answer after another and has no cache of keys and "
             "values; set parallelism.pp=1, or train on stored answers: rollouts.replay=RUN"
         )
-    if training.neftune_alpha:
-        problems.append(
-            f"training.neftune_alpha={training.neftune_alpha:g}: answers are sampled without this noise, so their "
-            "probabilities would differ in training; set it to 0"
-        )
+    noisy, equal = (
+        "answers are sampled without this noise, so their probabilities would differ in training; set it to 0",
+        "losses of sampled answers are near 0, and gradients of equal rewards are 0, so that rounding, or the first "
+        "rewards, would count as spikes; set it to null",
+    )
+    for key, value, problem in (
+        ("neftune_alpha", training.neftune_alpha, noisy),
+        ("skip_spikes", training.skip_spikes, equal),
+    ):
+        problems += [f"training.{key}={value:g}: {problem}"] if value else []
     limit = (cfg.reward.timeout_seconds + cfg.reward.retry_seconds) * len(cfg.reward.functions)
     if 0 < training.step_timeout_seconds <= limit:
         problems.append(

@@ -214,7 +214,7 @@ class Run(Attempt):
             batch,
             [
                 *model.notes,
-                model.settings.spikes or "",
+                model.settings.spikes.note(self.total_steps) if model.settings.spikes is not None else "",
                 *data_notes,
                 self._batches.balance,
                 *optimizers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from components.checkpoint.load import StoredWeights
 from scripts import export
 from tests.recipes.launching import EXIT_AFTER_SAVE, TWO, Bench
 from tests.recipes.small_jobs import write_rows
@@ -121,6 +123,30 @@ def test_run_with_frozen_weights_and_rates_by_name_resumes_on_another_mesh(texts
     wrong = texts.run(*TEXTS, "run.dir=other", "training.freeze=[layer.0]")
     assert wrong.status == 2
     assert "training.freeze=layer.0: no trained parameter has such a name; match some of model.embed" in wrong.errors
+
+    changed = (
+        "training.max_steps=6",
+        "run.accept_changes=[training.freeze]",
+        "run.dir=again",
+        SINGLE,
+        "checkpoint.keep=9",
+    )
+    frozen = texts.complete(*chosen, *changed, "training.freeze=[embed_tokens,'layers.0.*mlp',norm]",
+                            "optimizer.groups=[]")  # fmt: skip
+    for what in ("optimizer state", "averages"):
+        assert re.search(rf"{what} of parameters that are frozen now (is|are) dropped: .*norm.weight", frozen.errors)
+    again = texts.complete(*chosen, *changed, "training.max_steps=7", "training.freeze=[]", "optimizer.groups=[]")
+    assert "dropped" not in again.errors  # all are trained now
+    steps = [StoredWeights(texts.folder / "again" / "checkpoints" / f"step_{number}") for number in (4, 6, 7)]
+    average = StoredWeights(texts.folder / "again" / "checkpoints" / "step_7", averaged=True)
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        index = tuple(slice(0, size) for size in ends[name].shape)
+        first, before, after = (step.read(name, index) for step in steps)
+        assert torch.equal(first, before)
+        assert not torch.equal(before, after)
+        # The average of frozen weights is the weights; the seventh update has the weight (1 - d) / (1 - d^7).
+        expected = before + (after - before) * 0.5 / (1 - 0.5**7)
+        assert torch.allclose(average.read(name, index), expected, rtol=0, atol=1e-15)
 
     texts.copy("evaluate.py")  # which knows of no frozen weights
     averaged = ("evaluation.checkpoint=again", "evaluation.average=true", "evaluation.seq_len=64", "run.dir=evaluated")

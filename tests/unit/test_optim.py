@@ -234,6 +234,25 @@ def test_spikes_are_those_of_the_formula_also_after_a_resume() -> None:
     assert len(window.state()[0]) == 16
 
 
+@pytest.mark.parametrize("level", [0.0, 0.6931471805599453, -2.0, 1e9])
+def test_rounding_is_no_spike_where_values_are_constant(level: float) -> None:
+    """The deviation is 0 there, so that any greater value would lie above every number of deviations."""
+    window = SpikeWindow(6.0, 8, torch.device("cpu"))
+    for _ in range(8):
+        assert not window.add(torch.tensor([level, level], dtype=torch.float64))
+    tiny = level + abs(level) * 1e-12
+    assert not window.add(torch.tensor([tiny, tiny], dtype=torch.float64))
+    assert window.add(torch.tensor([level + 1e-4 * max(abs(level), 1), level], dtype=torch.float64))
+
+
+def test_banner_states_that_a_short_run_skips_nothing() -> None:
+    window = SpikeWindow(6.0, 128, torch.device("cpu"))
+    assert window.note(64).endswith(
+        "128 steps; no update of this run is, since its 64 steps do not fill half of the window"
+    )
+    assert window.note(65).endswith("of the last 128 steps")
+
+
 def test_lion_keeps_its_moment_in_float32_beside_bfloat16_weights() -> None:
     """A hundredth of a gradient vanishes beside a bfloat16 moment, and a decay near 1 would be rounded to 1."""
     weight = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))

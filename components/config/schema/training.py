@@ -150,7 +150,8 @@ class TrainingConfig:
     before half of the window is filled. If the loss has risen for good, updates resume after about spike_window / (1 +
     skip_spikes^2) steps; stop_after_skipped counts these steps, too."""
     spike_window: int = 128
-    """Steps whose losses and gradient norms skip_spikes compares with, at least 4."""
+    """Steps whose losses and gradient norms skip_spikes compares with, from 4 to 100,000. In a run of at most half as
+    many steps nothing is skipped, which the banner says."""
     neftune_alpha: float = 0.0
     """Add uniform noise in [-1, 1] times neftune_alpha / sqrt(tokens of the document x hidden size) to the output of
     the embedding, in training forwards only (NEFTune, Jain et al. 2023), for example 5. The noise depends on run.seed,
@@ -300,7 +301,7 @@ class TrainingConfig:
         return problems
 
     def _spike_problems(self) -> list[str]:
-        problems = at_least("training.spike_window", self.spike_window, 4)
+        problems = within("training.spike_window", self.spike_window, 4, 100_000)
         if self.skip_spikes is not None:
             problems += above("training.skip_spikes", self.skip_spikes, 0)
         elif self.spike_window != 128:

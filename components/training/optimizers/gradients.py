@@ -130,6 +130,10 @@ def _norms_of_rows(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]
     return [rows, torch.linalg.vector_norm(flat[in_rows:], dtype=dtype)[None]]
 
 
+_EQUAL = 1e-6
+"""Relative difference up to which values are equal, far above rounding: with a constant loss the deviation is 0."""
+
+
 class SpikeWindow:
     """Losses and gradient norms of the last steps, on the device, and whether those of a new step are a spike.
 
@@ -151,22 +155,26 @@ class SpikeWindow:
         """Return the window of a run; None without training.skip_spikes."""
         return None if training.skip_spikes is None else cls(training.skip_spikes, training.spike_window, device)
 
-    def __str__(self) -> str:
+    def note(self, steps: int) -> str:
+        """Return the rule for the banner of a run of `steps` steps."""
+        window = self._values.shape[1]
+        never = f"; no update of this run is, since its {steps:,} steps do not fill half of the window"
         return (
             f"spikes: updates are skipped if the loss or the gradient norm lies more than {self.deviations:g} standard "
-            f"deviations above the mean of the last {self._values.shape[1]} steps"
+            f"deviations above the mean of the last {window:,} steps{never if steps <= window // 2 else ''}"
         )
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Add a step's loss and gradient norm, (2,) float64; return whether one is a spike, a scalar on the device.
 
-        A norm that is not finite is no spike.
+        A norm that is not finite is no spike, and neither is a value that differs from the mean by rounding only.
         """
         present = self._values.isfinite()
         count = present.sum(1)
         mean = torch.where(present, self._values, 0.0).sum(1) / count
         squares = torch.where(present, self._values - mean[:, None], 0.0).square().sum(1)
-        spikes = values > mean + self.deviations * (squares / (count - 1)).sqrt()
+        margin = self.deviations * (squares / (count - 1)).sqrt()
+        spikes = values > mean + margin.maximum(_EQUAL * mean.abs())
         is_finite = values.isfinite()
         moved = torch.cat([self._values[:, 1:], values[:, None]], dim=1)
         self._values = torch.where(is_finite.all(), moved, self._values)
