@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from components.config.schema.objective import NextTokenConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.config.schema.training import TrainingConfig
 from components.planning.parity import Comparison, _hyperparameters
+from components.protocol.errors import ConfigError
 from tests.config.commands import Commands, served
 from tests.preloaded import run_preloaded
 from tests.suites import PARITY, in_parity
@@ -126,3 +128,11 @@ def test_comparison_trains_the_terms_of_the_configured_objective(tmp_path: Path)
     )
     found = _hyperparameters(Comparison(cfg, 2, steps=3, dtype="float64", gradients=True, out=tmp_path))
     assert (found.label_smoothing, found.z_loss, found.max_steps) == (0.1, 0.02, 3)
+
+
+@pytest.mark.parametrize("key", ["neftune_alpha", "skip_spikes"])
+def test_settings_without_a_reference_are_rejected(key: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"max_steps": 3, key: 5.0}
+    cfg = FinetuneConfig(model=ModelConfig(path="made here"), data=DocsDataConfig(), training=TrainingConfig(**values))
+    with pytest.raises(ConfigError, match=f"training.{key}=5: the reference trains without it; remove it"):
+        _hyperparameters(Comparison(cfg, 2, steps=3, dtype="float64", gradients=True, out=tmp_path))

@@ -54,13 +54,15 @@ _NAMES = {
     "data.pack": "packing sample_packing use_packing group_by_length",
     "data.eval_fraction": "val_set_size validation_split test_size val_fraction",
     "data.text_column": "text_field dataset_text_field",
-    "data.overlong": "truncation_mode truncation_strategy excess_length_strategy",
+    "data.overlong": "truncation_mode truncation_strategy truncation_side excess_length_strategy",
     "data.train_on=last": "mask_history last_response_only",
     "data.train_on": "masking_strategy loss_scale roles_to_train",
-    "model.new_tokens": "add_tokens special_tokens add_special_tokens additional_special_tokens added_tokens tokens",
+    "model.new_tokens": "add_tokens special_tokens add_special_tokens additional_special_tokens added_tokens tokens "
+    "new_special_tokens resize_vocab",
     "peft.path": "lora_model_dir adapter_path adapter_name_or_path resume_from_adapter",
     "peft.modules_to_save": "modules_to_save lora_modules_to_save additional_target",
-    "training.trainable": "unfrozen_parameters trainable_parameters trainable_params",
+    "training.trainable": "unfrozen_parameters trainable_parameters trainable_params freeze_trainable_layers "
+    "freeze_trainable_modules",
     "training.freeze": "freeze_parameters freeze_modules frozen_parameters freeze_layers",
     "optimizer.groups": "param_groups lr_groups embedding_lr embedding_learning_rate loraplus_lr_ratio",
     "peft.rank": "lora_r lora_rank r lora_dim",
@@ -176,6 +178,7 @@ _NO_KEYS = {
     "response_template": "only responses, and the assistant's turns, have a loss; remove it",
     "eos_token pad_token bos_token special_tokens add_special_tokens pad_to_sequence_len": "the tokenizer's own tokens "
     "are used; remove it, or set model.tokenizer",
+    "message_field_training": "flags of messages (train, weight, loss) are read as they are; remove it",
     "push_to_hub hub_model_id hub_token": "remove it; scripts/export.py RUN --push OWNER/NAME uploads after the run",
     "remove_unused_columns dataloader_num_workers dataloader_pin_memory dataset_num_proc dataset_processes "
     "preprocessing_num_workers streaming dataset_streaming shuffle_merged_datasets": "rows are tokenized once and "
@@ -196,6 +199,7 @@ _OPTIONS = {
     "paged_adamw paged_adamw_32bit",
     "optimizer=adamw8bit": "adamw_8bit adam8bit adam_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit "
     "ao_adamw_8bit pagedadamw8bit",
+    "optimizer=lion": "lion_8bit lion_32bit paged_lion_8bit paged_lion_32bit",
     "peft=none": "full full_finetune false off no",
     "peft=lora": "true adapter ia3 adalora",
     "peft=qlora": "4bit nf4 lora_4bit",
