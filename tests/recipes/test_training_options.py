@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components.checkpoint.load import StoredWeights
 from scripts import export
@@ -19,6 +19,7 @@ from tests.recipes.launching import EXIT_AFTER_SAVE, TWO, Bench
 from tests.recipes.small_jobs import write_rows
 from tests.recipes.test_run import SHORT as DETERMINISTIC
 from tests.recipes.test_run import STEP
+from tests.suites import TORTURE
 
 SMALL = (
     *("training.global_batch_size=4", "training.micro_batch_size=1", "training.seq_len=64", "training.eval_every=0"),
@@ -153,6 +154,48 @@ def test_run_with_frozen_weights_and_rates_by_name_resumes_on_another_mesh(texts
     texts.complete(*TEXTS[-3:], *averaged, "model.dtype=float64", "model.compute_dtype=float64", "generation.samples=0")
     loss = texts.lines("again", "eval_loss")[-1]["eval_loss"]
     assert texts.lines("evaluated", "eval_loss")[-1]["eval_loss"] == pytest.approx(loss, rel=1e-9)
+
+
+NEW_TOKENS = [*(f"<t{number}>" for number in range(13)), "<|call|>", "[RESULT]"]
+"""With the 260 tokens of the tokenizer 275, an odd number, so that tp shards them unevenly."""
+
+
+@pytest.mark.parametrize(
+    ("tied", "mesh"),
+    [
+        (True, "pp2_1f1b"),
+        (False, "tp2"),
+        *([(tied, mesh) for tied in (True, False) for mesh in ("fsdp2", "ddp", "fsdp2_tp2_sp", "pp2_1f1b", "pp2_zbv")]
+          if TORTURE else []),
+    ],
+)  # fmt: skip
+def test_new_tokens_train_alike_on_every_mesh(tied: bool, mesh: str, bench: Bench) -> None:
+    """Also resumed; the export has their rows, and the other rows of one process."""
+    rows = [{"text": f"{NEW_TOKENS[number % 15]} text {number}{NEW_TOKENS[number % 7]}" * 3} for number in range(40)]
+    write_rows(bench.folder / "texts.jsonl", rows)
+    chosen = (
+        *(*TEXTS, "training.max_steps=4", "checkpoint.every=2", "model.dtype=float64", "model.compute_dtype=float64"),
+        *(f"model.new_tokens={json.dumps(NEW_TOKENS)}", f"model.config.tie_word_embeddings={str(tied).lower()}"),
+        *("checkpoint.export=true", "optimizer.weight_decay=0.1", "model.config.num_hidden_layers=4", "model.layers=4"),
+    )
+    bench.copy("finetune.py")
+    bench.complete(*chosen, SINGLE, "run.dir=whole")
+    bench.copy("finetune.py", EXIT_AFTER_SAVE)
+    assert bench.run(*chosen, SINGLE, "run.dir=again").status == 9
+    bench.copy("finetune.py")
+    processes = "cluster=local_4proc" if mesh == "fsdp2_tp2_sp" else TWO
+    bench.complete(*chosen, f"parallelism={mesh}", processes, "run.dir=again")
+    for key in ("loss", "grad_norm"):
+        whole, again = ([line[key] for line in bench.lines(name, "grad_norm")] for name in ("whole", "again"))
+        assert again == pytest.approx(whole, rel=1e-9), key
+    exports = [AutoModelForCausalLM.from_pretrained(bench.folder / run / "export") for run in ("whole", "again")]
+    one, other = (each.state_dict() for each in exports)
+    assert one["model.embed_tokens.weight"].shape[0] >= 275
+    assert ("lm_head.weight" in load_file(bench.folder / "again" / "export" / "model.safetensors")) != tied
+    for name, each in one.items():
+        assert torch.allclose(other[name], each, rtol=0, atol=1e-12), name
+    tokenizer = AutoTokenizer.from_pretrained(bench.folder / "again" / "export")
+    assert tokenizer("".join(NEW_TOKENS))["input_ids"] == list(range(260, 275))
 
 
 def test_three_stages_give_one_loss_curve_on_one_and_two_processes_and_resumed_within_a_stage(bench: Bench) -> None:
