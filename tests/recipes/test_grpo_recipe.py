@@ -398,6 +398,28 @@ def test_adapters_and_a_frozen_copy_are_the_same_reference(grpo: Bench) -> None:
         assert divergences[-1] > 1e-5
 
 
+def test_adapter_goes_from_fine_tuning_to_rewards_alike_on_every_mesh(grpo: Bench) -> None:
+    """The first answers are those of the fine-tuned model, and the exported adapter is continued once more."""
+    write_rows(grpo.folder / "texts.jsonl", [{"text": f"{number}: " + "12345678 " * 3} for number in range(40)])
+    adapted = (*FLOAT64, "peft=lora", "peft.rank=4", "peft.modules_to_save=[embed_tokens,lm_head]")
+    texts = ("data=text", "data.path=texts.jsonl", "training.seq_len=32", "training.max_steps=20", "cluster.device=cpu")
+    tuning = (*texts, *adapted, *MESHES["single"], "optimizer.lr=3e-2", "generation.samples=0")
+    grpo.copy("finetune.py")
+    grpo.complete(*tuning, "run.dir=tuned", "training.eval_every=0", "checkpoint.export=true")
+    grpo.copy("grpo.py")
+    rewarded = (*DIGITS, *adapted, "training.max_steps=3", "checkpoint.export=true")
+    grpo.complete(*rewarded, *MESHES["single"], "run.dir=new")
+    grpo.complete(*rewarded, *MESHES["single"], "run.dir=single", "peft.path=tuned")
+    grpo.complete(*rewarded, *MESHES["tp2"], "run.dir=tp2", "peft.path=tuned/adapter")
+    assert_same_answers(grpo, "tp2", "single")
+    assert rewards(grpo, "single")[0] > rewards(grpo, "new")[0] + 0.2  # the adapter writes digits
+    done = grpo.complete(*rewarded, *MESHES["fsdp2"], "run.dir=more", "peft.path=tp2", "training.max_steps=1")
+    assert "adapter from tp2, trained over these base weights" in " ".join(done.output.split())
+    refused = grpo.run(*rewarded, *MESHES["single"], "run.dir=no", "peft.path=tuned", "objective.beta=0.1")
+    assert refused.status == 2
+    assert "objective.beta=0.1: its reference, the model without adapters, is not the one" in refused.errors
+
+
 @in_torture
 @pytest.mark.timeout(7200)
 def test_run_survives_kills_at_random_moments_on_changing_meshes(grpo: Bench) -> None:
