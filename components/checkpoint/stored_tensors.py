@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,11 +42,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.manifest import CheckpointError, FileRecord, HashedFile, Manifest, fail_together
 from components.checkpoint.tensors import Tensors
-from components.config.schema.model import DType
+from components.config.schema.model import DType, WeightInit
 from components.config.schema.run import PeftConfig
 from components.json_collectives import all_gather_json, this_rank, world_size
 from components.models.anatomy import has_adapters
+from components.models.build import build_on_meta
+from components.models.classifier import LM_HEAD_TENSORS, TokenScores
 from components.models.lora import read_adapter
+from components.models.weights.loading import weight_reader
 from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weights.weight_files import row_blocks
 from components.models.weights.weight_sources import saved_tensors
@@ -414,7 +418,9 @@ def load_adapter(model: PreTrainedModel, cfg: PeftConfig, stored: torch.dtype) -
         raise ConfigError(
             f"peft.path={cfg.path}: the header of its weights is damaged ({trained_over!r:.60}); correct it"
         )
-    found = base_fingerprint(model, {stored: torch_dtype(dtype)})
+    found = base_fingerprint(model, {stored: torch_dtype(dtype)}) or ""
+    if found != expected and isinstance(model, TokenScores):
+        found = _with_lm_head(found, model, {stored: torch_dtype(dtype)})
     if found != expected:
         raise ConfigError(
             f"peft.path={cfg.path}: the adapter was trained over other base weights (fingerprint {expected}, {dtype}) "
@@ -422,6 +428,26 @@ def load_adapter(model: PreTrainedModel, cfg: PeftConfig, stored: torch.dtype) -
             "those settings, or give another adapter"
         )
     return f"adapter: from {cfg.path}, trained over these base weights"
+
+
+def _with_lm_head(found: str, model: PreTrainedModel, cast: Mapping[torch.dtype, torch.dtype]) -> str:
+    """Return the fingerprint `found` of a score model's base weights as that of the causal LM in the same files.
+
+    An untied LM head, over which adapters of a causal LM were trained, is read from the files; arguments as for
+    `base_fingerprint`.
+    """
+    cfg: Any = model.built_from
+    if cfg.init == WeightInit.random:  # without files; its head depends on the seed
+        return found
+    causal = build_on_meta(cfg)
+    read = weight_reader(causal, cfg, seed=0)
+    head = {name: each for name, each in causal.named_parameters() if re.match(LM_HEAD_TENSORS, name)}
+
+    def read_cast(name: str, index: Index) -> torch.Tensor:
+        values = read(name, index)
+        return values.to(cast.get(values.dtype, values.dtype))
+
+    return f"{(int(found, 16) + int(fingerprint_by_blocks(head, read_cast), 16)) % 2**64:016x}"
 
 
 def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:

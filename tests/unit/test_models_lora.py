@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import models
-from components.checkpoint.stored_tensors import load_adapter
+from components.checkpoint.stored_tensors import base_fingerprint, load_adapter
 from components.config.model_files import adapter_problems, check_adapter
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
@@ -259,6 +259,32 @@ def test_scores_begin_with_a_new_head_over_the_adapter_of_a_causal_lm(tmp_path: 
     assert torch.equal(scores.score.weight, head)
     adapted = {name: each for name, each in model.named_parameters() if each.requires_grad}
     assert all(torch.equal(scores.get_parameter(name), each) for name, each in adapted.items())
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama3", "float32"), ("llama3", "bfloat16"), ("llama", "float32")])
+def test_scores_begin_over_the_base_weights_of_an_adapter_only(family: str, dtype: str, tmp_path: Path) -> None:
+    """The LM head is part of what an adapter of an untied model was trained over, and no part of a score model."""
+    folder = tiny_folder(tmp_path / "base", family)
+    base = ModelConfig(path=str(folder), tokenizer="bytes", dtype=DType(dtype))
+    model = filled(base, LORA)
+    fingerprint, peft = f"{dtype} {base_fingerprint(model)}", replace(LORA, path=str(tmp_path))
+    models.export_run(model, models.load_tokenizer(base), tmp_path, replace(LORA, export="adapter"), "", fingerprint)
+    wide = replace(base, dtype=DType.float32)
+    weights = load_file(folder / "model.safetensors")
+
+    def started() -> str:
+        scores = models.build_on_meta(wide, labels=["good", "bad"])
+        models.add_adapters(scores, LORA)
+        models.materialize(scores, "cpu")
+        models.fill_weights(scores, wide, 0)
+        return load_adapter(scores, peft, torch.float32)
+
+    assert started().endswith("trained over these base weights")
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight")[family == "llama" :]:
+        changed = {**weights, name: weights[name] + 1}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match="was trained over other base weights"):
+            started()
 
 
 def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Path) -> None:
