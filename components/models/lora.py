@@ -9,8 +9,10 @@ parallelism and FSDP2 shard them like the experts they belong to.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from components.config.model_files import ADAPTER_FILES, adapter_folder, adapter_problems, locate
@@ -36,7 +37,9 @@ from components.models.lora_linear import (
     ends_with,
     set_magnitudes,
     target_layers,
+    train_whole,
 )
+from components.models.tokenizer import TOKENIZER_FILES, load_tokenizer
 from components.models.weights.shards import Index, fill, local_blocks, local_part
 from components.models.weights.weight_sources import SafetensorsTensors, find_file, require_finite
 from components.protocol.errors import ConfigError, raise_all
@@ -45,7 +48,7 @@ from components.storage.node_cache import FOLDER, NodeCache
 from components.storage.object_store import ObjectStore, describe, is_url, join, package_problems
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHOWN = 4
 """Maximum number of layers named in an error."""
@@ -53,6 +56,8 @@ _COPIES = "~/.cache/meshbook"
 """Folder for copies of an adapter in an object store."""
 BASE_WEIGHTS = "base_weights"
 """Key in the header of the weights: dtype and fingerprint of the weights that the adapter was trained over."""
+VOCABULARY = "vocabulary"
+"""Key in the header of the weights: hash of the tokens and their ids, if rows of the vocabulary are trained."""
 FACTORS = ("_lora_A", "_lora_B")
 """Suffixes that a matrix's name gets for the names of its factors."""
 
@@ -81,48 +86,9 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
         parent.register_module(leaf, adapted_linear(parent.get_submodule(leaf), cfg))
     for path, names in experts.items():
         _adapt_experts(model.get_submodule(path), names, cfg)
-    _train_whole(model, saved)
+    train_whole(model, saved)
     if isinstance(model, TokenScores):
         model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32)).requires_grad_(True)
-
-
-def _train_whole(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Let modules of a frozen model be trained, with weights of at least float32, and compute in the dtype they had.
-
-    A module that shares a weight with one of them, as a tied head does, computes in that dtype, too.
-
-    Raises ConfigError for a module over 16 bits that is neither a linear layer, nor an embedding, nor a norm.
-    """
-    trained = {id(each) for name in names for each in model.get_submodule(name).parameters()}
-    owners = {
-        name: (module, parameter.dtype)
-        for name, module in model.named_modules()
-        for parameter in module.parameters(recurse=False)
-        if id(parameter) in trained
-    }
-    for name, (module, stored) in owners.items():
-        module.to(torch.promote_types(stored, torch.float32)).requires_grad_(True)
-        if stored.itemsize >= torch.float32.itemsize:
-            continue
-        if isinstance(module, nn.Linear):
-            module.forward = partial(_linear_in_dtype, module)  # type: ignore[method-assign]
-        elif isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
-            module.register_forward_hook(partial(_output_in_dtype, stored))
-        else:
-            raise ConfigError(
-                f"peft.modules_to_save: {name} is a {type(module).__name__}, which cannot be trained in float32 over "
-                "weights in 16 bits, as linear layers, embeddings and norms can; remove it, or set model.dtype=float32"
-            )
-
-
-def _linear_in_dtype(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """Apply a linear layer in the dtype of its input (..., in)."""
-    bias = None if layer.bias is None else layer.bias.to(hidden.dtype)
-    return F.linear(hidden, layer.weight.to(hidden.dtype), bias)
-
-
-def _output_in_dtype(dtype: torch.dtype, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-    return output.to(dtype)
 
 
 def _modules_to_save(model: PreTrainedModel, cfg: PeftConfig, adapted: Container[str]) -> list[str]:
@@ -366,6 +332,7 @@ def read_adapter(model: PreTrainedModel, cfg: PeftConfig) -> str:
     targets = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     sources = _peft_names(targets)
     _check_adapter(cfg, stored, {sources[name]: _peft_shape(name, each) for name, each in targets.items()}, model)
+    _check_vocabulary(model, stored, str(cfg.path))
     head = _tied_head(model, stored.shapes())
     embedding = next(model.get_input_embeddings().parameters(recurse=False), None)  # on the first pipeline stage only
     for name, parameter in targets.items():
@@ -452,6 +419,47 @@ def _check_adapter(
     if integers := sorted(stored.not_floats().keys() & wanted.keys()):
         problems.append(f"{key}: {_listed(integers)} hold no floating-point numbers; give another adapter")
     raise_all(problems)
+
+
+def trains_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether tensors of an adapter, name -> shape, include rows of the embedding or the LM head."""
+    rows = model.config.get_text_config().vocab_size
+    return any(
+        tuple(shape[:1]) == (rows,) and ".lora_" not in name and not is_adapter(name) for name, shape in tensors.items()
+    )
+
+
+def hash_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of a tokenizer's tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
+
+def _check_vocabulary(model: PreTrainedModel, stored: SafetensorsTensors, path: str) -> None:
+    """Raise ConfigError if rows of the vocabulary were trained for other tokens than those of the run's tokenizer.
+
+    The header of the weights holds a hash of the tokens. Files without it are compared by the tokenizer beside them.
+    """
+    if not trains_vocabulary(model, stored.shapes()):
+        return
+    built_from: Any = model.built_from
+    cfg = dataclasses.replace(built_from, chat_template=None)
+    own, expected, theirs = load_tokenizer(cfg), stored.metadata().get(VOCABULARY), None
+    files = None if is_url(path) else locate(str(adapter_folder(path)), "peft.path")
+    if files is not None and any(find_file(files, name, None, key="peft.path") for name in TOKENIZER_FILES):
+        theirs = load_tokenizer(dataclasses.replace(cfg, tokenizer=files.name_or_folder, new_tokens=[]))
+        expected = expected or hash_vocabulary(theirs)
+    if expected in (None, hash_vocabulary(own)):
+        return
+    change = "model.tokenizer and model.new_tokens as in the run that trained it"
+    if theirs is not None:
+        known, vocabulary = load_tokenizer(dataclasses.replace(cfg, new_tokens=[])).get_vocab(), theirs.get_vocab()
+        added = json.dumps(sorted(vocabulary.keys() - known.keys(), key=vocabulary.__getitem__), ensure_ascii=False)
+        extends = known.items() <= vocabulary.items()
+        change = f"model.new_tokens={added}" if extends else f"model.tokenizer={files and files.name_or_folder}"
+    raise ConfigError(
+        f"peft.path={path}: trained rows of the vocabulary for other tokens than those of this run's tokenizer "
+        f"(model.new_tokens={json.dumps(list(cfg.new_tokens), ensure_ascii=False)}); set {change}"
+    )
 
 
 def _ties(model: PreTrainedModel) -> bool:

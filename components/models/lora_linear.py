@@ -1,4 +1,4 @@
-"""LoRA, DoRA and QLoRA on linear layers, whose own weights are frozen.
+"""LoRA, DoRA and QLoRA on linear layers, whose own weights are frozen, and modules trained whole beside them.
 
 The formulas, the initialization and the files (weight_files.py) match the PEFT library, but its modules do not work on
 a mesh. They rename a layer's weight to base_layer.weight, while loading, tensor-parallel plans, pipeline stages and
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -299,6 +300,45 @@ def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> s
 
 def ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
+
+
+def train_whole(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Let modules of a frozen model be trained, with weights of at least float32, and compute in the dtype they had.
+
+    A module that shares a weight with one of them, as a tied head does, computes in that dtype, too.
+
+    Raises ConfigError for a module over 16 bits that is neither a linear layer, nor an embedding, nor a norm.
+    """
+    trained = {id(each) for name in names for each in model.get_submodule(name).parameters()}
+    owners = {
+        name: (module, parameter.dtype)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if id(parameter) in trained
+    }
+    for name, (module, stored) in owners.items():
+        module.to(torch.promote_types(stored, torch.float32)).requires_grad_(True)
+        if stored.itemsize >= torch.float32.itemsize:
+            continue
+        if isinstance(module, nn.Linear):
+            module.forward = partial(_linear_in_dtype, module)  # type: ignore[method-assign]
+        elif isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
+            module.register_forward_hook(partial(_output_in_dtype, stored))
+        else:
+            raise ConfigError(
+                f"peft.modules_to_save: {name} is a {type(module).__name__}, which cannot be trained in float32 over "
+                "weights in 16 bits, as linear layers, embeddings and norms can; remove it, or set model.dtype=float32"
+            )
+
+
+def _linear_in_dtype(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply a linear layer in the dtype of its input (..., in)."""
+    bias = None if layer.bias is None else layer.bias.to(hidden.dtype)
+    return F.linear(hidden, layer.weight.to(hidden.dtype), bias)
+
+
+def _output_in_dtype(dtype: torch.dtype, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    return output.to(dtype)
 
 
 def add_low_rank(

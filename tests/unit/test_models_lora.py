@@ -13,7 +13,9 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from components import models
 from components.checkpoint.stored_tensors import base_fingerprint, load_adapter
@@ -22,6 +24,7 @@ from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.run import PeftExport
 from components.models.lora import adapted_layers
+from components.models.tokenizer import byte_tokenizer
 from components.models.weights.weight_files import _base_name
 from components.protocol.errors import ConfigError
 from components.training.objectives import PLAIN
@@ -285,6 +288,40 @@ def test_scores_begin_over_the_base_weights_of_an_adapter_only(family: str, dtyp
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ConfigError, match="was trained over other base weights"):
             started()
+
+
+@pytest.mark.parametrize("stated", ["header", "tokenizer", "both", "neither"])
+def test_rows_of_new_tokens_are_continued_with_the_same_tokens_only(stated: str, tmp_path: Path) -> None:
+    """Also where the tokens fit into unused rows: the shapes are then those of the base."""
+    folder = tiny_folder(tmp_path / "base", "llama3")
+    byte_tokenizer().save_pretrained(folder)
+    peft = replace(LORA, modules_to_save=["embed_tokens", "lm_head"], path=str(tmp_path))
+    base = ModelConfig(path=str(folder))
+    cfg = replace(base, new_tokens=["<b>", "<a>"])
+    adapter, *_ = models.export_run(filled(cfg, peft), models.load_tokenizer(cfg), tmp_path, peft)
+    if stated in ("tokenizer", "neither"):
+        file = adapter / "adapter_model.safetensors"
+        save_file(load_file(file), file)
+    if stated in ("header", "neither"):
+        for file in adapter.glob("*token*"):
+            file.unlink()
+    models.read_adapter(filled(cfg, peft), peft)
+    change = "model.tokenizer and model.new_tokens as" if stated == "header" else 'model.new_tokens=["<b>", "<a>"]'
+    for tokens, own in (([], "[]"), (["<a>", "<b>"], '["<a>", "<b>"]'), (["<b>"], '["<b>"]')):
+        other = filled(replace(base, new_tokens=tokens), peft)
+        if stated == "neither":
+            models.read_adapter(other, peft)
+            continue
+        with pytest.raises(ConfigError, match=re.escape(f"(model.new_tokens={own}); set {change}")):
+            models.read_adapter(other, peft)
+    if stated in ("tokenizer", "both"):
+        vocabulary = dict(byte_tokenizer().get_vocab())
+        vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]
+        other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocabulary, [])), eos_token="<|im_end|>")
+        other.save_pretrained(tmp_path / "other")
+        model = filled(replace(base, tokenizer=str(tmp_path / "other")), peft)
+        with pytest.raises(ConfigError, match=re.escape(f"set model.tokenizer={adapter}")):
+            models.read_adapter(model, peft)
 
 
 def test_adapters_of_other_layers_or_settings_are_rejected_by_name(tmp_path: Path) -> None:

@@ -31,11 +31,14 @@ from components.models.classifier import SCORE, TokenScores
 from components.models.layers import meta_copy
 from components.models.lora import (
     BASE_WEIGHTS,
+    VOCABULARY,
     expert_factors,
+    hash_vocabulary,
     is_adapter,
     peft_layout,
     quantized_layers,
     scaling_of,
+    trains_vocabulary,
 )
 from components.models.lora_linear import ADAPTER_PARAMETERS, row_norms
 from components.models.quantization import transposed_reader, unpacked_reader
@@ -305,13 +308,12 @@ def write_adapter(
     # PEFT has its own copy of each module that it saves, so that both ends of a tied model are stored.
     tied = {alias: tensors[name] for alias, name in tied_names(meta_copy(model)).items() if name in tensors}
     tensors, config = {**tensors, **tied}, _adapter_config(model, [*tensors, *tied], peft)
+    header = {BASE_WEIGHTS: fingerprint} if fingerprint else {}
+    if trains_vocabulary(model, {name: each.shape for name, each in tensors.items()}):
+        header[VOCABULARY] = hash_vocabulary(tokenizer)
     try:
         new_folder.begin()
-        write_file(
-            new_folder.path / ADAPTER_FILES[1],
-            peft_layout(tensors),
-            {BASE_WEIGHTS: fingerprint} if fingerprint else {},
-        )
+        write_file(new_folder.path / ADAPTER_FILES[1], peft_layout(tensors), header)
         config.save_pretrained(new_folder.path)
         if f"{SCORE}.weight" in tensors:
             tokenizer.save_pretrained(new_folder.path)
