@@ -98,20 +98,23 @@ class OpenCheckpoint:
             for name, each in trained.items()
         }
 
-    def reader(self) -> Callable[[str, Any], torch.Tensor]:
-        """Return a function that reads a block of a tensor, with the adapters merged. Raises ConfigError."""
+    def reader(self, *, rounds: bool = True) -> Callable[[str, Any], torch.Tensor]:
+        """Return a function that reads a block of a tensor, with the adapters merged. Raises ConfigError.
+
+        `rounds`: as for `models.Merge`.
+        """
         from components.models.weights.weight_sources import require_finite
 
-        read = self._merged() if self.cfg.peft.adapts else self.stored.read
+        read = self._merged(rounds) if self.cfg.peft.adapts else self.stored.read
         return lambda name, index: require_finite(read(name, index), f"{self.path}: {name}")
 
-    def _merged(self) -> Callable[[str, Any], torch.Tensor]:
+    def _merged(self, rounds: bool) -> Callable[[str, Any], torch.Tensor]:
         from components import models
 
         base = models.weight_reader(self.model, self.cfg.model, self.cfg.run.seed)
         frozen = {name: each for name, each in self.model.named_parameters() if not each.requires_grad}
         self.stored.check_base_weights(frozen, base)
-        merge = models.Merge(self.model)
+        merge = models.Merge(self.model, rounds=rounds)
         # A score head is trained as a whole beside the adapters, so it is read from the checkpoint.
         whole = {name for name, trained in self.adapters().items() if not merge.take(name, trained)}
 

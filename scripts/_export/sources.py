@@ -124,7 +124,7 @@ def open_sources(paths: Sequence[Path], *, trust_remote_code: bool) -> list[Sour
 
 def _open_checkpoint(path: Path, trust_remote_code: bool) -> Source:
     opened = OpenCheckpoint(path, read_run(path.parent.parent, trust_remote_code=trust_remote_code))
-    return _source(path, opened.model, opened.tokenizer, opened.reader())
+    return _source(path, opened.model, opened.tokenizer, opened.reader(rounds=False))
 
 
 def open_base(path: str | None, sources: Sequence[Source], *, trust_remote_code: bool) -> Source:
@@ -165,7 +165,7 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
                 leaf, nn.Parameter(torch.empty_like(parameter, device="cpu"))
             )
     models.read_adapter(model, peft)
-    merge = models.Merge(model)
+    merge = models.Merge(model, rounds=False)
     whole = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
     whole = {name: values for name, values in whole.items() if not merge.take(name, values)}
 

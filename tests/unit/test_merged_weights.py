@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.merge_utils import task_arithmetic, ties
 from safetensors.torch import load_file, save_file
 
@@ -82,6 +82,31 @@ def test_adapters_are_merged_over_their_own_base(folders: list[Path], tmp_path: 
         torch.testing.assert_close(found[name], first + second - start, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mean[name], (3 * first + second) / 4, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found["lm_head.weight"], base["lm_head.weight"], atol=0.1)
+
+
+@pytest.mark.parametrize("density", [None, 0.2])
+def test_small_changes_of_a_base_in_bfloat16_are_merged_before_rounding(
+    density: float | None, folders: list[Path], tmp_path: Path
+) -> None:
+    base, name = folders[0], "model.layers.0.self_attn.q_proj"
+    reference(base, torch.bfloat16).save_pretrained(base)
+    changes = []
+    for seed in (1, 2):
+        generator, config = torch.Generator().manual_seed(seed), LoraConfig(r=4, lora_alpha=8, target_modules=[name])
+        model = get_peft_model(reference(base), config)
+        A, B = (each for parameter, each in model.named_parameters() if "lora_" in parameter)
+        with torch.no_grad():
+            B.copy_(0.002 * torch.randn(B.shape, generator=generator))
+        model.save_pretrained(tmp_path / str(seed))
+        changes.append(2 * B.detach().double() @ A.detach().double())
+    method = ["task-arithmetic"] if density is None else ["ties", "--density", str(density)]
+    sources = (str(tmp_path / "1"), str(tmp_path / "2"), "--method", *method, "--dtype", "float32")
+    start = load_file(base / "model.safetensors")[f"{name}.weight"].double()
+    found = merged(tmp_path / "out", *sources)[f"{name}.weight"].double() - start
+    weights = torch.ones(2, dtype=torch.float64)
+    expected = task_arithmetic(changes, weights) if density is None else ties(changes, weights, density)
+    assert changes[0].norm() < 0.01 * start.norm()
+    assert (found - expected).norm() < 1e-4 * expected.norm()  # float32 of the output; in bfloat16 it was above 0.3
 
 
 def test_adapters_with_new_tokens_and_a_pattern_of_layers_are_merged(folders: list[Path], tmp_path: Path) -> None:

@@ -404,9 +404,15 @@ def _base_name(base: ModelConfig) -> str | None:
 class Merge:
     """Merges adapters into the weights of their layers, block by block, unpacking packed weights."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """`model`: provides layer types, dtypes and the adapters' scaling; its parameter values are not read."""
-        self._meta_model, self._scaling = meta_copy(model), scaling_of(model)
+    def __init__(self, model: PreTrainedModel, *, rounds: bool = True) -> None:
+        """Prepare a merge; parameter values of the model are not read.
+
+        Args:
+            model: Provides layer types, dtypes and the adapters' scaling.
+            rounds: Whether adapted weights are rounded to the dtype of the weight; otherwise they are returned in that
+                of the adapter, so that a small change of a weight in 16 bits is kept.
+        """
+        self._meta_model, self._scaling, self._rounds = meta_copy(model), scaling_of(model), rounds
         self._packed = bool(quantized_layers(model))
         self._adapters: dict[str, torch.Tensor] = {}
 
@@ -429,7 +435,7 @@ class Merge:
         if not adapter:
             return read(index)
         lora_A, lora_B, *magnitude = adapter
-        dtype = self._meta_model.get_parameter(name).dtype
+        dtype = self._meta_model.get_parameter(name).dtype if self._rounds else lora_A.dtype
         if lora_A.dim() == 3:
             return self._read_experts(name, read(index).to(lora_A.dtype), lora_A, lora_B, index).to(dtype)
         transposed = is_transposed(self._meta_model.get_submodule(name.rpartition(".")[0]))
