@@ -35,6 +35,10 @@ _OTHER_FEATURES = (
 """Keys of an adapter_config.json that change what an adapter computes, and that are not supported."""
 _KEPT_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` under which the base weights stay as they are: PiSSA and others change them."""
+PEFT_DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+"""Keys of an adapter_config.json, and the values that PEFT takes for those that are missing."""
+VOCABULARY_MODULES = {"embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out"}
+"""Names of embeddings and LM heads, to which PEFT can add adapters too."""
 _LEFT_OUT = {"lm_head", "embed_out", "score"}
 """Modules that an adapter may save unasked: the head of a tied embedding, and a score head."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -200,17 +204,7 @@ def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = f"is of kind {config.get('peft_type')}" if isinstance(config, dict) else "holds no JSON object"
         return [f"{given}: its {ADAPTER_FILES[0]} {kind}; give an adapter of LoRA"]
-    settings = {
-        "rank": ("r", peft.rank),
-        "alpha": ("lora_alpha", peft.alpha),
-        "rslora": ("use_rslora", peft.rslora),
-        "dora": ("use_dora", peft.dora),
-    }
-    problems = [
-        f"peft.{key}={own}: the adapter at {given} has {config[name]}; set peft.{key}={str(config[name]).lower()}"
-        for key, (name, own) in settings.items()
-        if config.get(name, own) != own and (config.get(name) is not None or own is True)
-    ]
+    problems = _setting_problems(peft, config)
     if (method := config.get("init_lora_weights")) not in _KEPT_BASE:
         problems.append(
             f"{given}: was initialized by {method}, which changes the base weights; convert it by PEFT's "
@@ -221,6 +215,11 @@ def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
         for name in _OTHER_FEATURES
         if config.get(name) not in (None, False, "none", 0, {}, [])
     ]
+    if config.get("target_modules") is None and not config.get("target_parameters"):
+        problems.append(
+            f"{given}: its {ADAPTER_FILES[0]} has no target_modules, for which PEFT takes layers by the type of the "
+            "model; list the layers there"
+        )
     for key, name, own in (
         ("targets", "target_modules", peft.targets),
         ("target_parameters", "target_parameters", peft.target_parameters),
@@ -229,14 +228,44 @@ def adapter_problems(peft: PeftConfig, config: Any) -> list[str]:
         listed = config.get(name) or []
         if not isinstance(listed, list | str):
             problems.append(f"{given}: {ADAPTER_FILES[0]}: {name} must be a list of names; correct the file")
-        if not isinstance(listed, list) or own == [ALL_LINEAR]:  # compared with the layers of the model later
+        theirs = sorted(map(str, listed)) if isinstance(listed, list) else []
+        ends = [each for each in theirs if key == "targets" and each.rpartition(".")[2] in VOCABULARY_MODULES]
+        if ends:
+            problems.append(
+                f"{given}: adapts the embedding or the LM head ({', '.join(ends)}), which peft.targets cannot "
+                "select; merge it by PEFT's merge_and_unload, and set model.path to the result"
+            )
+        if not isinstance(listed, list) or ends or own == [ALL_LINEAR]:  # compared with the layers of the model later
             continue
-        theirs = sorted(map(str, listed))
         if not (_covers({*own, *_LEFT_OUT}, theirs) and _covers({*theirs, *_LEFT_OUT}, own)):
             problems.append(
                 f"peft.{key}=[{','.join(own)}]: the adapter at {given} has [{','.join(theirs)}]; set peft.{key}="
                 f"[{','.join(theirs)}]"
             )
+    return problems
+
+
+def _setting_problems(peft: PeftConfig, config: Mapping[str, Any]) -> list[str]:
+    """Return which numbers and flags of an adapter_config.json are invalid, or differ from the adapters of this run."""
+    problems, given = [], f"peft.path={peft.path}"
+    for key, name, own in (
+        ("rank", "r", peft.rank),
+        ("alpha", "lora_alpha", peft.alpha),
+        ("rslora", "use_rslora", peft.rslora),
+        ("dora", "use_dora", peft.dora),
+    ):
+        value, rule = config.get(name, PEFT_DEFAULTS[name]), "true or false"
+        is_valid = value is None or isinstance(value, bool)
+        if isinstance(own, bool):
+            value = bool(value) if is_valid else value
+        else:
+            rule = "a whole number of at least 1" if name == "r" else "a number above 0"
+            is_valid = type(value) in ((int,) if name == "r" else (int, float)) and 0 < value < float("inf")
+        if not is_valid:
+            problems.append(f"{given}: {name}={value!r} in its {ADAPTER_FILES[0]} must be {rule}; give another adapter")
+        elif value != own:
+            set_to = f"set peft.{key}={str(value).lower()}"
+            problems.append(f"peft.{key}={own}: the adapter at {given} has {value}; {set_to}")
     return problems
 
 

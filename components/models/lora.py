@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from components.config.model_files import ADAPTER_FILES, adapter_folder, adapter_problems, locate
+from components.config.model_files import ADAPTER_FILES, VOCABULARY_MODULES, adapter_folder, adapter_problems, locate
 from components.config.schema.run import PeftConfig, PeftExport
 from components.json_collectives import all_gather_json
 from components.models.anatomy import Adapted, is_experts, stores_transposed
@@ -406,7 +406,10 @@ def _check_adapter(
     elif any(is_scored[name] for name in further):
         problems.append(f"{key}: is the adapter of a classifier, with a score head; use recipes/classify.py")
     elif further:
-        problems.append(f"{key}: has adapters of {_listed(further)}; add these layers to peft.targets")
+        of_ends = any(name.partition(".lora_")[0].rpartition(".")[2] in VOCABULARY_MODULES for name in further)
+        problems.append(
+            f"{key}: has adapters of {_listed(further)}; {merge if of_ends else 'add these layers to peft.targets'}"
+        )
     ends = [name for name in wanted if name.endswith("embed_tokens.weight") or "embed" in name.rpartition(".")[0]]
     if _ties(model) and not head and any(name in shapes for name in ends):
         problems.append(f"{key}: trained the embedding apart from the LM head, but the model ties them; {merge}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.checkpoint.manifest import Manifest, ManifestError
-from components.config.model_files import ADAPTER_FILES, GGUF_BASE, check_adapter
+from components.config.model_files import ADAPTER_FILES, GGUF_BASE, PEFT_DEFAULTS, check_adapter
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.schema.run import ALL_LINEAR, PeftConfig, PeftMethod
 from components.protocol.errors import ConfigError, raise_all
@@ -181,7 +181,8 @@ def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
 
     try:
         config = load_json(path / ADAPTER_FILES[0])
-        rank, alpha, base = config["r"], config["lora_alpha"], config["base_model_name_or_path"]
+        rank, alpha = (config.get(name, PEFT_DEFAULTS[name]) for name in ("r", "lora_alpha"))
+        base = config["base_model_name_or_path"]
         layers = config["target_modules"] or []
         if isinstance(layers, str):  # a regular expression, or all-linear: the layers in the file
             names = SafetensorsTensors([path / ADAPTER_FILES[1]]).shapes()

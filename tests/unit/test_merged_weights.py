@@ -153,7 +153,7 @@ def test_wrong_merges_are_refused(folders: list[Path], tmp_path: Path, capsys: p
         (one, two, "--density", "0.5"): "--density 0.5: must be in (0, 1], and only --method ties has it",
         (one, two, "--base", one): "--base " + one + ": --method average needs none",
         (first, second, "--method", "ties", "--base", str(other)): "is not the base of " + first + ": tensors differ",
-        (first, str(damaged)): "is not the config of a LoRA adapter: KeyError('lora_alpha')",
+        (first, str(damaged)): "is not the config of a LoRA adapter: KeyError('base_model_name_or_path')",
     }
     for arguments, message in cases.items():
         assert average.main([*arguments, "--out", str(tmp_path / "out")]) == 2

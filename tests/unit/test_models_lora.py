@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from components import models
 from components.checkpoint.stored_tensors import base_fingerprint, load_adapter
-from components.config.model_files import adapter_problems, check_adapter
+from components.config.model_files import PEFT_DEFAULTS, adapter_problems, check_adapter
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.run import PeftExport
@@ -192,6 +192,33 @@ def test_adapter_that_peft_wrote_is_continued(case: str, tmp_path: Path) -> None
     assert models.read_adapter(filled(cfg, peft), replace(peft, path=str(tmp_path))) == "float32 0123"  # of a run
 
 
+def test_missing_keys_of_an_adapter_mean_what_peft_takes_for_them(tmp_path: Path) -> None:
+    assert {name: getattr(LoraConfig(), name) for name in PEFT_DEFAULTS} == PEFT_DEFAULTS
+    folder = tiny_folder(tmp_path / "base", "llama3")
+    model = get_peft_model(reference(folder), LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"]))
+    perturb_adapters(model).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    peft = replace(LORA, targets=["q_proj"], path=str(file.parent))
+    for key, missing, own in (
+        ("rslora", "use_rslora", True),
+        ("dora", "use_dora", True),
+        ("alpha", "lora_alpha", 6.0),
+        ("rank", "r", 4),
+    ):
+        file.write_text(json.dumps({name: each for name, each in config.items() if name != missing}))
+        default = PEFT_DEFAULTS[missing]
+        (problem,) = check_adapter(replace(peft, **{key: own}))
+        assert problem.endswith(f"has {default}; set peft.{key}={str(default).lower()}"), problem
+        if key != "rank":  # the file has other shapes
+            same = replace(peft, **{key: default})
+            models.read_adapter(ours := filled(ModelConfig(path=str(folder), tokenizer="bytes"), same), same)
+            theirs = PeftModel.from_pretrained(reference(folder), file.parent)
+            torch.testing.assert_close(logits(ours.eval()), logits(theirs.eval()), rtol=1e-5, atol=1e-5)
+    file.write_text(json.dumps({name: each for name, each in config.items() if name != "target_modules"}))
+    assert "has no target_modules, for which PEFT takes layers by the type" in check_adapter(peft)[0]
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -228,6 +255,7 @@ def test_adapters_that_would_load_wrong_are_rejected(tmp_path: Path) -> None:
         ({first: good[first].index_fill(0, torch.tensor([0]), torch.nan)}, f"{first} holds NaN or infinite values"),
         ({first: good[first].int()}, "lora_A.weight hold no floating-point numbers"),
         ({"base_model.model.model.embed_tokens.weight": torch.zeros(4, 4)}, "also has weights of model.embed_tokens"),
+        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 4)}, "has adapters of lm_head.lora_A.weight; merge"),
         ({"base_model.model.score.weight": torch.zeros(4, 4)}, "is the adapter of a classifier, with a score head"),
     ):
         save_file({**good, **changed}, file)
@@ -241,6 +269,12 @@ def test_adapters_that_would_load_wrong_are_rejected(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "was initialized by pissa, which changes the base weights"),
         ({"target_modules": 5}, "target_modules must be a list of names"),
         ({"peft_type": "LOHA"}, "is of kind LOHA"),
+        ({"lora_alpha": -6}, "lora_alpha=-6 in its adapter_config.json must be a number above 0; give another"),
+        ({"r": "4"}, "r='4' in its adapter_config.json must be a whole number of at least 1; give another adapter"),
+        ({"r": None}, "r=None in its adapter_config.json must be"),
+        ({"use_dora": "no"}, "use_dora='no' in its adapter_config.json must be true or false"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "(embed_tokens), which peft.targets cannot select; merge it"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "or the LM head (lm_head), which peft.targets cannot select"),
     ):
         (problem,) = adapter_problems(peft, {**config, **change})
         assert message in problem
