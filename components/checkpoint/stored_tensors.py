@@ -11,7 +11,6 @@ computes wrong offsets.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import warnings
 from collections import Counter
@@ -50,7 +49,14 @@ from components.models.build import build_on_meta
 from components.models.classifier import LM_HEAD_TENSORS, TokenScores
 from components.models.lora import read_adapter
 from components.models.weights.loading import weight_reader
-from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part
+from components.models.weights.shards import (
+    Block,
+    Index,
+    fingerprint_of_block,
+    is_first_holder,
+    local_blocks,
+    local_part,
+)
 from components.models.weights.weight_files import row_blocks
 from components.models.weights.weight_sources import saved_tensors
 from components.protocol.errors import ConfigError
@@ -66,8 +72,6 @@ Kind = tuple[str, str, int, int]
 """Name, dtype, number of dims and number of blocks of a tensor in some of the files."""
 Headers = tuple[list[Kind], list[int]]
 """The tensors in some of the files, and the rows of `CheckpointTensor.blocks` of all of them, one after the other."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes per element -> integer dtype of that size, to reinterpret the bits."""
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> dict[str, FileRecord]:
@@ -395,7 +399,7 @@ def base_fingerprint(model: nn.Module, cast: Mapping[torch.dtype, torch.dtype] =
         if is_first_holder(parameter) if isinstance(parameter, DTensor) else this_rank() == 0:
             for block in local_blocks(parameter, name):
                 values = local_part(parameter)[block.local]
-                total += _fingerprint_of_block(name, values.to(cast.get(values.dtype, values.dtype)), block)
+                total += fingerprint_of_block(name, values.to(cast.get(values.dtype, values.dtype)), block)
     if dist.is_initialized():
         dist.all_reduce(total)
     return _to_hex(total)
@@ -413,62 +417,71 @@ def load_adapter(model: PreTrainedModel, cfg: PeftConfig, stored: torch.dtype) -
     trained_over = read_adapter(model, cfg)
     if not trained_over:
         return f"adapter: from {cfg.path}, which does not state the weights that it was trained over"
+
+    def fingerprints(dtype: torch.dtype) -> Iterator[str]:
+        yield (found := base_fingerprint(model, {stored: dtype}) or "")
+        if isinstance(model, TokenScores):
+            yield _with_lm_head(found, model, {stored: dtype})
+
+    base = "the ones from model.path, model.config, model.dtype and peft.method"
+    check_trained_over(f"peft.path={cfg.path}", trained_over, base, "restore those settings", fingerprints)
+    return f"adapter: from {cfg.path}, trained over these base weights"
+
+
+def check_trained_over(
+    where: str, trained_over: str, base: str, change: str, fingerprints: Callable[[torch.dtype], Iterable[str]]
+) -> None:
+    """Compare the base weights that an adapter was trained over, as `read_adapter` returns them, with the present ones.
+
+    Args:
+        where, base, change: For the message: the adapter, the present base weights, and what to change.
+        fingerprints: Returns fingerprints of the present weights in a dtype, of which one must be the stated one.
+
+    Raises ConfigError, also if the header of the adapter is damaged.
+    """
     dtype, _, expected = trained_over.partition(" ")
     if dtype not in set(DType) - {DType.auto}:
-        raise ConfigError(
-            f"peft.path={cfg.path}: the header of its weights is damaged ({trained_over!r:.60}); correct it"
-        )
-    found = base_fingerprint(model, {stored: torch_dtype(dtype)}) or ""
-    if found != expected and isinstance(model, TokenScores):
-        found = _with_lm_head(found, model, {stored: torch_dtype(dtype)})
-    if found != expected:
-        raise ConfigError(
-            f"peft.path={cfg.path}: the adapter was trained over other base weights (fingerprint {expected}, {dtype}) "
-            f"than the ones from model.path, model.config, model.dtype and peft.method (fingerprint {found}); restore "
-            "those settings, or give another adapter"
-        )
-    return f"adapter: from {cfg.path}, trained over these base weights"
+        raise ConfigError(f"{where}: the header of its weights is damaged ({trained_over!r:.60}); correct it")
+    found = ""
+    for found in fingerprints(torch_dtype(dtype)):
+        if found == expected:
+            return
+    raise ConfigError(
+        f"{where}: the adapter was trained over other base weights (fingerprint {expected}, {dtype}) than {base} "
+        f"(fingerprint {found}); {change}, or give another adapter"
+    )
 
 
 def _with_lm_head(found: str, model: PreTrainedModel, cast: Mapping[torch.dtype, torch.dtype]) -> str:
     """Return the fingerprint `found` of a score model's base weights as that of the causal LM in the same files.
 
-    An untied LM head, over which adapters of a causal LM were trained, is read from the files; arguments as for
-    `base_fingerprint`.
+    An untied LM head, over which adapters of a causal LM were trained, is read from the files.
     """
     cfg: Any = model.built_from
     if cfg.init == WeightInit.random:  # without files; its head depends on the seed
         return found
     causal = build_on_meta(cfg)
-    read = weight_reader(causal, cfg, seed=0)
     head = {name: each for name, each in causal.named_parameters() if re.match(LM_HEAD_TENSORS, name)}
-
-    def read_cast(name: str, index: Index) -> torch.Tensor:
-        values = read(name, index)
-        return values.to(cast.get(values.dtype, values.dtype))
-
-    return f"{(int(found, 16) + int(fingerprint_by_blocks(head, read_cast), 16)) % 2**64:016x}"
+    of_head = fingerprint_by_blocks(head, weight_reader(causal, cfg, seed=0), cast)
+    return f"{(int(found, 16) + int(of_head, 16)) % 2**64:016x}"
 
 
-def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:
-    """Return the fingerprint of parameters that `read` loads block by block; only the shapes of `tensors` are used."""
+def fingerprint_by_blocks(
+    tensors: Mapping[str, torch.Tensor],
+    read: Callable[[str, Index], torch.Tensor],
+    cast: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+) -> str:
+    """Return the fingerprint of parameters that `read` loads block by block; only the shapes of `tensors` are used.
+
+    `cast`: as for `base_fingerprint`.
+    """
     total = torch.zeros((), dtype=torch.int64)
     for name, tensor in tensors.items():
         for index in row_blocks(tensor):
-            total += _fingerprint_of_block(name, read(name, index), Block(index, index))
+            values = read(name, index)
+            values = values.to(cast.get(values.dtype, values.dtype))
+            total += fingerprint_of_block(name, values, Block(index, index)).cpu()
     return _to_hex(total)
-
-
-def _fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return the contribution of one block of the parameter `name` to the fingerprint, an int64 scalar."""
-    bits = values.contiguous().view(_BITS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, span in enumerate(block.full):
-        other_dims = [other for other in range(bits.ndim) if other != dim]
-        sums = bits.sum(other_dims, dtype=torch.int64) if other_dims else bits.to(torch.int64)
-        positions = torch.arange(span.start, span.stop, device=values.device)
-        total += (sums * _mix(positions + _hash_of(f"{name}/{dim}"))).sum()
-    return total
 
 
 def _to_hex(total: torch.Tensor) -> str:
@@ -484,14 +497,3 @@ def check_base_weights(path: object, stored: str | None, current: str | None) ->
             f"from model.path, model.config, model.dtype and run.seed (fingerprint {current}); restore those settings, "
             "or choose another run.dir to start over"
         )
-
-
-def _mix(positions: torch.Tensor) -> torch.Tensor:
-    """Hash consecutive integers to odd int64 values (the finalizer of splitmix64, without its unsigned shifts)."""
-    positions = positions * -7046029254386353131
-    positions = positions ^ (positions >> 27)
-    return (positions * -7723592293110705685) | 1
-
-
-def _hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -56,6 +56,8 @@ _COPIES = "~/.cache/meshbook"
 """Folder for copies of an adapter in an object store."""
 BASE_WEIGHTS = "base_weights"
 """Key in the header of the weights: dtype and fingerprint of the weights that the adapter was trained over."""
+BASE_FORMAT = "base_format"
+"""Key in the header of the weights of a QLoRA run: the format of the adapted layers' base weights."""
 VOCABULARY = "vocabulary"
 """Key in the header of the weights: hash of the tokens and their ids, if rows of the vocabulary are trained."""
 FACTORS = ("_lora_A", "_lora_B")

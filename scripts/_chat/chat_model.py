@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from components import checkpoint, models
+from components.checkpoint.stored_tensors import check_trained_over, fingerprint_by_blocks
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.schema.parallelism import Strategy
 from components.models.build import load_config
+from components.models.lora import BASE_FORMAT, BASE_WEIGHTS
 from components.models.tokenizer import TOKENIZER_FILES
+from components.models.weights.weight_sources import SafetensorsTensors, saved_tensors
 from components.protocol.errors import ConfigError
 from components.torch_kernels import torch_dtype
 from components.training.prepared import autocast_dtype, compute_dtype, stored_dtype
-from scripts._chat.chat_source import AdapterSource, ChatSource, CheckpointSource, ExportSource
+from scripts._chat.chat_source import ADAPTER_WEIGHTS, AdapterSource, ChatSource, CheckpointSource, ExportSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,6 +103,7 @@ def _from_adapter(source: AdapterSource, device: torch.device) -> ChatModel:
     base = _load(cfg, None, device)
     if len(tokenizer) > base.get_input_embeddings().num_embeddings:  # the adapter holds the rows of new tokens
         base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    notes = _compare_base(source, base)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads deprecated attributes of transformers
@@ -110,7 +114,32 @@ def _from_adapter(source: AdapterSource, device: torch.device) -> ChatModel:
             "adapter that was trained on this base model"
         ) from error
     title = _title(base, f"{source.path.parent.name}/{source.path.name} on {cfg.path}")
-    return ChatModel(model.eval(), tokenizer, None, title, [])
+    return ChatModel(model.eval(), tokenizer, None, title, notes)
+
+
+def _compare_base(source: AdapterSource, base: PreTrainedModel) -> list[str]:
+    """Reject other base weights than an adapter was trained over; return a note if they cannot be compared."""
+    stored, path = SafetensorsTensors([source.path / ADAPTER_WEIGHTS]), source.model.path
+    header, names = stored.metadata(), stored.shapes()
+    trained_over = header.get(BASE_WEIGHTS, "")
+    if BASE_FORMAT in header:
+        return [f"adapter: applied to {path}, but trained over its weights in 4 bits (QLoRA), as RUN/export has them"]
+    if not trained_over:
+        return ["adapter: does not state the weights that it was trained over"]
+    rounds = base.dtype == torch.bfloat16 and load_config(source.model).dtype != torch.bfloat16
+    if rounds and not trained_over.startswith("bfloat16"):
+        return ["adapter: its base weights are not compared, because they are rounded to bfloat16 here"]
+    frozen = {
+        name: each
+        for name, each in saved_tensors(base).items()
+        if isinstance(each, torch.nn.Parameter) and f"base_model.model.{name}" not in names
+    }
+
+    def fingerprints(dtype: torch.dtype) -> list[str]:
+        return [fingerprint_by_blocks(frozen, lambda name, index: frozen[name].data[index], {base.dtype: dtype})]
+
+    check_trained_over(str(source.path), trained_over, f"those of {path}", "restore these", fingerprints)
+    return []
 
 
 def _in_its_dtype(cfg: ModelConfig, device: torch.device) -> ModelConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.checkpoint.manifest import Manifest, ManifestError
-from components.config.model_files import ADAPTER_FILES, GGUF_BASE, PEFT_DEFAULTS, check_adapter
+from components.config.model_files import ADAPTER_FILES, GGUF_BASE, PEFT_DEFAULTS, check_adapter, locate
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.schema.run import ALL_LINEAR, PeftConfig, PeftMethod
 from components.protocol.errors import ConfigError, raise_all
@@ -138,6 +138,14 @@ def open_base(path: str | None, sources: Sequence[Source], *, trust_remote_code:
     base = _open_model(path or named.pop(), trust_remote_code, sources[0].new_tokens)
     if problem := _difference(sources[0], base, compares_tokens=False):
         raise ConfigError(f"--base {base.path}: is not the base of {sources[0].path}: {problem}")
+    for source in sources:
+        if path is not None and source.base is not None and locate(source.base) != locate(path):
+            cfg, dtype = source.model.built_from, source.model.dtype
+            if _fingerprint(source.model, cfg, dtype) != _fingerprint(source.model, replace(cfg, path=path), dtype):
+                raise ConfigError(
+                    f"--base {path}: has other weights than {source.base}, over which {source.path} was trained, and "
+                    "the difference would count as a change; leave --base out, or give that model"
+                )
     return base
 
 
@@ -146,25 +154,36 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
     from torch import nn
 
     from components import models
+    from components.checkpoint.stored_tensors import check_trained_over
+    from components.models.lora import BASE_FORMAT, BASE_WEIGHTS
     from components.models.tokenizer import TOKENIZER_FILES
+    from components.models.weights.weight_sources import SafetensorsTensors
 
     peft, base = _adapter_config(path)
-    cfg = _config_of(base, trust_remote_code)
+    cfg, header = _config_of(base, trust_remote_code), SafetensorsTensors([path / ADAPTER_FILES[1]]).metadata()
+    if BASE_FORMAT in header:  # the weights are quantized in the dtype that they had in the run
+        dtype = header.get(BASE_WEIGHTS, "").partition(" ")[0]
+        peft = replace(peft, method=PeftMethod.qlora)
+        cfg = replace(cfg, dtype=DType(dtype)) if dtype in set(DType) - {DType.auto} else cfg
     tokenizer = models.load_tokenizer(cfg)
     if any((path / name).is_file() for name in TOKENIZER_FILES):
         own, known = models.load_tokenizer(replace(cfg, tokenizer=str(path))), len(tokenizer)
         tokens = sorted((number, token) for token, number in own.get_vocab().items() if number >= known)
         cfg, tokenizer = replace(cfg, new_tokens=[token for _, token in tokens]), own
     model: Any = models.build_on_meta(cfg, len(tokenizer))
-    read_base = models.weight_reader(model, cfg, seed=0)
     models.add_adapters(model, peft, exports=False)
+    read_base = models.weight_reader(model, cfg, seed=0)
     for name, parameter in list(model.named_parameters()):
         if parameter.requires_grad:
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(
                 leaf, nn.Parameter(torch.empty_like(parameter, device="cpu"))
             )
-    models.read_adapter(model, peft)
+    if trained_over := models.read_adapter(model, peft):
+        found = f"those of {base}, which its {ADAPTER_FILES[0]} names"
+        check_trained_over(
+            str(path), trained_over, found, "restore these", lambda dtype: [_fingerprint(model, cfg, dtype)]
+        )
     merge = models.Merge(model, rounds=False)
     whole = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
     whole = {name: values for name, values in whole.items() if not merge.take(name, values)}
@@ -173,6 +192,17 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
         return whole[name][index] if name in whole else merge.reader(name, partial(read_base, name))(index)
 
     return replace(_source(path, model, tokenizer, read), base=base, new_tokens=cfg.new_tokens)
+
+
+def _fingerprint(model: Any, cfg: ModelConfig, dtype: torch.dtype) -> str:
+    """Return the fingerprint in a dtype of the base weights in the files of a model with adapters."""
+    from components import models
+    from components.checkpoint.stored_tensors import fingerprint_by_blocks
+    from components.torch_kernels import torch_dtype
+
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    read = models.weight_reader(model, cfg, seed=0)
+    return fingerprint_by_blocks(frozen, read, {torch_dtype(cfg.stored_dtype()): dtype})
 
 
 def _adapter_config(path: Path) -> tuple[PeftConfig, str]:

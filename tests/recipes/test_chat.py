@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.cells import cell_len
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components.models import Sampling
@@ -116,6 +117,25 @@ def loaded(folder: Path, adapter: Path | None = None) -> tuple[Any, Any]:
     return (model if adapter is None else PeftModel.from_pretrained(model, adapter)), AutoTokenizer.from_pretrained(
         folder
     )
+
+
+def test_adapter_is_not_applied_to_other_base_weights(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, base = (Path(shutil.copytree(trained / name, tmp_path / name)) for name in ("lora/adapter", "full/export"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    assert load_chat_model(find_source(adapter), torch.device("cpu")).notes == []
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert chat.main([str(adapter), *SHORT]) == 2
+    assert "the adapter was trained over other base weights (fingerprint" in " ".join(capsys.readouterr().err.split())
+    file = adapter / "adapter_model.safetensors"
+    for header, note in (({}, "does not state the weights"), ({"base_format": "nf4"}, "weights in 4 bits (QLoRA)")):
+        save_file(load_file(file), file, {"format": "pt", **header})
+        (found,) = load_chat_model(find_source(adapter), torch.device("cpu")).notes
+        assert note in found
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from peft.utils.merge_utils import task_arithmetic, ties
 from safetensors.torch import load_file, save_file
 
 from components import models
+from components.checkpoint.stored_tensors import base_fingerprint
 from components.config.schema import ModelConfig, PeftConfig
+from components.config.schema.model import DType
 from components.models.tokenizer import byte_tokenizer
 from scripts import average
 from tests.tiny_models import filled, reference, tiny_folder
@@ -107,6 +110,59 @@ def test_small_changes_of_a_base_in_bfloat16_are_merged_before_rounding(
     expected = task_arithmetic(changes, weights) if density is None else ties(changes, weights, density)
     assert changes[0].norm() < 0.01 * start.norm()
     assert (found - expected).norm() < 1e-4 * expected.norm()  # float32 of the output; in bfloat16 it was above 0.3
+
+
+def exported(folder: Path, base: Path, peft: PeftConfig, seed: int, **model: object) -> list[Path]:
+    """Export an adapter with the fingerprint of its base, and the merged model, as a run does."""
+    cfg = ModelConfig(path=str(base), config={}, **model)
+    adapted, generator = filled(cfg, peft), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    fingerprint = f"{cfg.stored_dtype()} {base_fingerprint(adapted)}"
+    return models.export_run(adapted, models.load_tokenizer(cfg), folder, peft, fingerprint=fingerprint)
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_adapters_of_qlora_are_merged_over_the_weights_in_4_bits(dtype: DType, tmp_path: Path) -> None:
+    base = tiny_folder(tmp_path / "base", "llama3", hidden_size=128, intermediate_size=128)
+    byte_tokenizer().save_pretrained(base)
+    peft = PeftConfig(method="qlora", rank=4, alpha=6.0)
+    runs = [exported(tmp_path / str(seed), base, peft, seed, dtype=dtype) for seed in (1, 2)]
+    found = merged(tmp_path / "mean", *(str(adapter) for adapter, _ in runs), "--dtype", "float32")
+    first, second = (load_file(export / "model.safetensors") for _, export in runs)
+    tolerance = 1e-6 if dtype == DType.float32 else 2**-7  # exports in bfloat16 are rounded, unlike the merge
+    for name, each in found.items():
+        expected = (first[name].double() + second[name].double()) / 2
+        torch.testing.assert_close(each.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_adapters_are_not_merged_over_other_base_weights(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, other = folders[:2]
+    one, two = (str(exported(tmp_path / str(seed), base, LORA, seed)[0]) for seed in (1, 2))
+    third = str(exported(tmp_path / "3", other, LORA, 3)[0])
+    output = ("--out", str(tmp_path / "out"))
+
+    def refused(*arguments: str) -> str:
+        assert average.main([*arguments, *output]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    task, change = ("--method", "task-arithmetic"), "the difference would count as a change"
+    copied = shutil.copytree(base, tmp_path / "copied")
+    merged(tmp_path / "same", one, two, *task, "--base", str(copied))
+    assert f"--base {other}: has other weights than {base}, over which {one} was" in refused(
+        one, two, *task, "--base", str(other)
+    )
+    assert change in refused(one, third, *task, "--base", str(base))
+    assert change in refused(*map(str, folders[3:]), *task, "--base", str(other))  # without a fingerprint
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    for method in ((), task):
+        assert f"{one}: the adapter was trained over other base weights (fingerprint" in refused(one, two, *method)
 
 
 def test_adapters_with_new_tokens_and_a_pattern_of_layers_are_merged(folders: list[Path], tmp_path: Path) -> None:

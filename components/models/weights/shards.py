@@ -8,6 +8,7 @@ the local tensor. Ranks may hold different names.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Index = tuple[slice, ...]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes per element -> integer dtype of that size, to reinterpret the bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,29 @@ def fill(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.Tensor])
     local = local_part(tensor)
     for block in local_blocks(tensor, name):
         local[block.local].copy_(read(block.full))
+
+
+def fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the contribution of one block of the parameter `name` to the fingerprint, an int64 scalar."""
+    bits = values.contiguous().view(_BITS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for dim, span in enumerate(block.full):
+        other_dims = [other for other in range(bits.ndim) if other != dim]
+        sums = bits.sum(other_dims, dtype=torch.int64) if other_dims else bits.to(torch.int64)
+        positions = torch.arange(span.start, span.stop, device=values.device)
+        total += (sums * _mix(positions + _hash_of(f"{name}/{dim}"))).sum()
+    return total
+
+
+def _mix(positions: torch.Tensor) -> torch.Tensor:
+    """Hash consecutive integers to odd int64 values (the finalizer of splitmix64, without its unsigned shifts)."""
+    positions = positions * -7046029254386353131
+    positions = positions ^ (positions >> 27)
+    return (positions * -7723592293110705685) | 1
+
+
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def shards_of_dim(tensor: torch.Tensor, dim: int) -> int:

@@ -30,6 +30,7 @@ from components.models.build import IMAGE_TEXT
 from components.models.classifier import SCORE, TokenScores
 from components.models.layers import meta_copy
 from components.models.lora import (
+    BASE_FORMAT,
     BASE_WEIGHTS,
     VOCABULARY,
     expert_factors,
@@ -309,6 +310,8 @@ def write_adapter(
     tied = {alias: tensors[name] for alias, name in tied_names(meta_copy(model)).items() if name in tensors}
     tensors, config = {**tensors, **tied}, _adapter_config(model, [*tensors, *tied], peft)
     header = {BASE_WEIGHTS: fingerprint} if fingerprint else {}
+    if peft.quantizes:
+        header[BASE_FORMAT] = "nf4"
     if trains_vocabulary(model, {name: each.shape for name, each in tensors.items()}):
         header[VOCABULARY] = hash_vocabulary(tokenizer)
     try:
