@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.checkpoint.manifest import Manifest, ManifestError
-from components.config.model_files import ADAPTER_FILES, GGUF_BASE, PEFT_DEFAULTS, check_adapter, locate
+from components.config.model_files import (
+    ADAPTER_FILES,
+    GGUF_BASE,
+    PEFT_DEFAULTS,
+    VOCABULARY_MODULES,
+    check_adapter,
+    locate,
+)
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.schema.run import ALL_LINEAR, PeftConfig, PeftMethod
 from components.protocol.errors import ConfigError, raise_all
@@ -213,18 +221,11 @@ def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
         config = load_json(path / ADAPTER_FILES[0])
         rank, alpha = (config.get(name, PEFT_DEFAULTS[name]) for name in ("r", "lora_alpha"))
         base = config["base_model_name_or_path"]
-        layers = config["target_modules"] or []
-        if isinstance(layers, str):  # a regular expression, or all-linear: the layers in the file
-            names = SafetensorsTensors([path / ADAPTER_FILES[1]]).shapes()
-            layers = {
-                name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names if ".lora_" in name
-            }
         peft = PeftConfig(
             method=PeftMethod.lora,
             path=str(path),
             rank=rank,
             alpha=alpha,
-            targets=sorted(layers) or [ALL_LINEAR],
             target_parameters=list(config.get("target_parameters") or []),
             modules_to_save=list(config.get("modules_to_save") or []),
             rslora=bool(config.get("use_rslora")),
@@ -233,6 +234,18 @@ def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path / ADAPTER_FILES[0]}: is not the config of a LoRA adapter: {error!r:.200}") from error
     raise_all(check_adapter(peft))
+    # The layers in the file: PEFT selects them by several keys, or by a regular expression.
+    names = SafetensorsTensors([path / ADAPTER_FILES[1]]).shapes()
+    layers = {
+        re.split(r"\.(base_layer|lora_)", name.removeprefix("base_model.model."))[0]
+        for name in names
+        if ".lora_" in name
+    }
+    others = {target.split(".")[-2] if "." in target else "experts" for target in peft.target_parameters}
+    targets = sorted(layer for layer in layers if layer.rpartition(".")[2] not in others | VOCABULARY_MODULES)
+    if not layers:
+        raise ConfigError(f"{path}: has no factors of LoRA in {ADAPTER_FILES[1]}; give another adapter")
+    peft = replace(peft, targets=targets if targets or others else [ALL_LINEAR])
     if not isinstance(base, str):
         raise ConfigError(f"{path}: names no base model; give a checkpoint of its run instead")
     if config.get("task_type") == "SEQ_CLS":

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,52 @@ def test_adapters_are_not_merged_over_other_base_weights(
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     for method in ((), task):
         assert f"{one}: the adapter was trained over other base weights (fingerprint" in refused(one, two, *method)
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+        {"target_modules": ".*[qk]_proj", "exclude_modules": ".*0.*k_proj"},
+        {"target_modules": "all-linear", "use_dora": True},
+    ],
+)
+def test_adapters_of_the_layers_that_peft_selects_are_merged(
+    selected: dict[str, Any], folders: list[Path], tmp_path: Path
+) -> None:
+    adapters, adapted = [], []
+    for seed in (1, 2):
+        model = get_peft_model(reference(folders[0]), LoraConfig(r=4, lora_alpha=6, **selected))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * parameter.requires_grad * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / str(seed))
+        adapters.append(str(tmp_path / str(seed)))
+        alone = PeftModel.from_pretrained(reference(folders[0]), adapters[-1]).merge_and_unload()
+        adapted.append({name: parameter.detach() for name, parameter in alone.named_parameters()})
+    found = merged(tmp_path / "sum", *adapters, "--method", "task-arithmetic")
+    for name, start in load_file(folders[0] / "model.safetensors").items():
+        torch.testing.assert_close(found[name], adapted[0][name] + adapted[1][name] - start, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [None, ".*q_proj"])
+def test_adapters_of_experts_are_merged(pattern: str | None, tmp_path: Path) -> None:
+    base = tiny_folder(tmp_path / "base", "mixtral")
+    byte_tokenizer().save_pretrained(base)
+    matrices = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft = PeftConfig(method="lora", rank=2, alpha=6.0, targets=["q_proj"], target_parameters=matrices)
+    runs = [exported(tmp_path / str(seed), base, peft, seed) for seed in (1, 2)]
+    for adapter, _ in runs:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(
+            json.dumps({**config, "target_modules": pattern or config["target_modules"]})
+        )
+    found = merged(tmp_path / "mean", *(str(adapter) for adapter, _ in runs))
+    first, second = (load_file(export / "model.safetensors") for _, export in runs)
+    for name, each in found.items():
+        torch.testing.assert_close(each, (first[name] + second[name]) / 2, rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_with_new_tokens_and_a_pattern_of_layers_are_merged(folders: list[Path], tmp_path: Path) -> None:
