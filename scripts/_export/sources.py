@@ -143,7 +143,7 @@ def open_base(path: str | None, sources: Sequence[Source], *, trust_remote_code:
             f"--base: needed, because {'the adapters name several' if named else 'the sources name no'} base model"
             f"{'s (' + ', '.join(sorted(named)) + ')' if named else ''}; give that which all were trained from"
         )
-    base = _open_model(path or named.pop(), trust_remote_code, sources[0].new_tokens)
+    base = _open_model(path or named.pop(), trust_remote_code, sources[0])
     if problem := _difference(sources[0], base, compares_tokens=False):
         raise ConfigError(f"--base {base.path}: is not the base of {sources[0].path}: {problem}")
     for source in sources:
@@ -164,7 +164,6 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
     from components import models
     from components.checkpoint.stored_tensors import check_trained_over
     from components.models.lora import BASE_FORMAT, BASE_WEIGHTS
-    from components.models.tokenizer import TOKENIZER_FILES
     from components.models.weights.weight_sources import SafetensorsTensors
 
     peft, base = _adapter_config(path)
@@ -173,11 +172,7 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
         dtype = header.get(BASE_WEIGHTS, "").partition(" ")[0]
         peft = replace(peft, method=PeftMethod.qlora)
         cfg = replace(cfg, dtype=DType(dtype)) if dtype in set(DType) - {DType.auto} else cfg
-    tokenizer = models.load_tokenizer(cfg)
-    if any((path / name).is_file() for name in TOKENIZER_FILES):
-        own, known = models.load_tokenizer(replace(cfg, tokenizer=str(path))), len(tokenizer)
-        tokens = sorted((number, token) for token, number in own.get_vocab().items() if number >= known)
-        cfg, tokenizer = replace(cfg, new_tokens=[token for _, token in tokens]), own
+    cfg, tokenizer = _with_tokens(cfg, path)
     model: Any = models.build_on_meta(cfg, len(tokenizer))
     models.add_adapters(model, peft, exports=False)
     read_base = models.weight_reader(model, cfg, seed=0)
@@ -200,6 +195,35 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
         return whole[name][index] if name in whole else merge.reader(name, partial(read_base, name))(index)
 
     return replace(_source(path, model, tokenizer, read), base=base, new_tokens=cfg.new_tokens)
+
+
+def _with_tokens(cfg: ModelConfig, adapter: Path) -> tuple[ModelConfig, Any]:
+    """Return the config of an adapter's base with the adapter's tokens, and the tokenizer. Raises ConfigError."""
+    from components.models import load_tokenizer
+    from components.models.build import load_config
+
+    if not _has_tokenizer(str(adapter)):
+        return cfg, load_tokenizer(cfg)
+    own = load_tokenizer(replace(cfg, tokenizer=str(adapter)))
+    if _has_tokenizer(str(cfg.path)):
+        known = len(load_tokenizer(cfg))
+        tokens = sorted((number, token) for token, number in own.get_vocab().items() if number >= known)
+        return replace(cfg, new_tokens=[token for _, token in tokens]), own
+    if len(own) > (rows := load_config(cfg).get_text_config().vocab_size):
+        raise ConfigError(
+            f"{adapter}: its tokenizer has {len(own)} tokens, more than the {rows} rows of {cfg.path}, which has no "
+            "tokenizer to find the new ones by; give a checkpoint of its run instead"
+        )
+    return replace(cfg, tokenizer=str(adapter)), own
+
+
+def _has_tokenizer(path: str) -> bool:
+    """Return whether a model has a tokenizer; those of the hub count as having one."""
+    from components.models.tokenizer import TOKENIZER_FILES
+
+    files = locate(path)
+    folder = Path(files.name_or_folder)
+    return not files.is_local or bool(files.gguf_file) or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _fingerprint(model: Any, cfg: ModelConfig, dtype: torch.dtype) -> str:
@@ -266,12 +290,15 @@ def _config_of(path: str, trust_remote_code: bool) -> ModelConfig:
     return replace(cfg, dtype=DType(name)) if name in set(DType) - {DType.auto} else cfg
 
 
-def _open_model(path: str, trust_remote_code: bool, new_tokens: Sequence[str] = ()) -> Source:
+def _open_model(path: str, trust_remote_code: bool, adapted: Source | None = None) -> Source:
+    """Open an export, or the base model of a source, of which the latter has the new tokens."""
     from components import models
     from components.models.build import load_config
 
-    cfg = replace(_config_of(path, trust_remote_code), new_tokens=list(new_tokens))
-    tokenizer = models.load_tokenizer(cfg)
+    cfg = _config_of(path, trust_remote_code)
+    if adapted is not None:
+        cfg = replace(cfg, new_tokens=list(adapted.new_tokens))
+    tokenizer = models.load_tokenizer(cfg) if adapted is None or _has_tokenizer(path) else adapted.tokenizer
     config = load_config(cfg, len(tokenizer))
     is_score_model = any(
         architecture.endswith("ForSequenceClassification") for architecture in config.architectures or []

@@ -18,7 +18,7 @@ from components import models
 from components.checkpoint.stored_tensors import base_fingerprint
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType
-from components.models.tokenizer import byte_tokenizer
+from components.models.tokenizer import byte_tokenizer, load_tokenizer
 from scripts import average
 from tests.tiny_models import filled, reference, tiny_folder
 
@@ -210,6 +210,29 @@ def test_adapters_of_experts_are_merged(pattern: str | None, tmp_path: Path) -> 
     first, second = (load_file(export / "model.safetensors") for _, export in runs)
     for name, each in found.items():
         torch.testing.assert_close(each, (first[name] + second[name]) / 2, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_over_a_base_without_tokenizer_are_merged_with_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tiny_folder(tmp_path / "base", "llama3")
+    runs = [exported(tmp_path / str(seed), base, LORA, seed, tokenizer="bytes") for seed in (1, 2)]
+    adapters = [str(adapter) for adapter, _ in runs]
+    first, second = (load_file(export / "model.safetensors") for _, export in runs)
+    start = load_file(base / "model.safetensors")
+    mean, total = (
+        merged(tmp_path / "mean", *adapters),
+        merged(tmp_path / "sum", *adapters, "--method", "task-arithmetic"),
+    )
+    for name, each in start.items():
+        torch.testing.assert_close(mean[name], (first[name] + second[name]) / 2, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(total[name], first[name] + second[name] - each, rtol=1e-5, atol=1e-5)
+    assert load_tokenizer(ModelConfig(path=str(tmp_path / "mean"))).get_vocab() == byte_tokenizer().get_vocab()
+    tokens, ends = [f"<{number}>" for number in range(20)], ["embed_tokens", "lm_head"]
+    grown = exported(tmp_path / "3", base, replace(LORA, modules_to_save=ends), 3, tokenizer="bytes", new_tokens=tokens)
+    assert average.main([adapters[0], str(grown[0]), "--out", str(tmp_path / "out")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"280 tokens, more than the 272 rows of {base}, which has no tokenizer" in error
 
 
 def test_adapters_with_new_tokens_and_a_pattern_of_layers_are_merged(folders: list[Path], tmp_path: Path) -> None:
