@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from components import models
 from components.checkpoint.stored_tensors import base_fingerprint, load_adapter
@@ -322,6 +328,42 @@ def test_scores_begin_over_the_base_weights_of_an_adapter_only(family: str, dtyp
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ConfigError, match="was trained over other base weights"):
             started()
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "labels"),
+    [
+        ("llama3", 0, None),
+        ("llama3", 2, None),  # in unused rows of the embedding
+        ("llama3", 20, None),  # more than it has
+        ("llama", 20, None),
+        ("llama3", 20, ["good", "bad", "other"]),
+    ],
+)
+def test_code_in_the_card_of_an_adapter_loads_the_exported_model(
+    family: str, tokens: int, labels: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder(tmp_path / "base", family)
+    byte_tokenizer().save_pretrained(folder)
+    cfg = ModelConfig(path=str(folder), new_tokens=[f"<{number}>" for number in range(tokens)])
+    ends = ["embed_tokens", "lm_head"][: 1 if labels else 2] if tokens else []
+    model, peft = models.build_on_meta(cfg, labels=labels), replace(LORA, modules_to_save=ends)
+    models.add_adapters(model, peft)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, 0)
+    adapter, export = models.export_run(perturb_adapters(model), models.load_tokenizer(cfg), tmp_path, peft)
+    code = re.search("```python\n(.*)```", (adapter / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    assert code is not None
+    exec(code[1], names)
+    assert len(names["tokenizer"]) == 260 + tokens
+    auto = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    merged = auto.from_pretrained(export).eval()
+    ids = torch.tensor([[5, 7, 260 + max(tokens, 1) - 1]])
+    with torch.no_grad():
+        expected, found = merged(ids).logits, names["model"].eval()(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("stated", ["header", "tokenizer", "both", "neither"])

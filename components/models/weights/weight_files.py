@@ -331,15 +331,17 @@ def write_adapter(
 
 def _card(name: str, config: Any, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     base = config.base_model_name_or_path or "a model from scratch"
-    auto_class = (config.auto_mapping or {}).get("base_model_class", CAUSAL_LM)
-    head = tensors.get(f"{SCORE}.weight")
+    auto_class, head = (config.auto_mapping or {}).get("base_model_class", CAUSAL_LM), tensors.get(f"{SCORE}.weight")
+    # Classes of PEFT, which make room for new tokens; it has none for models of images and text.
+    peft_class, classes, arguments = "AutoPeftModelForCausalLM", "AutoTokenizer", f'"{name}"'
+    if head is not None:
+        peft_class, arguments = "AutoPeftModelForSequenceClassification", f'"{name}", num_labels={len(head)}'
+    elif auto_class != CAUSAL_LM:
+        peft_class, classes = "PeftModel", f"{auto_class}, AutoTokenizer"
+        arguments = f'{auto_class}.from_pretrained("{base}"), "{name}"'
+    task = "text-generation" if head is None else "text-classification"
     return _CARD.format(
-        name=name,
-        base=base,
-        text=text.strip(),
-        task="text-generation" if head is None else "text-classification",
-        auto_class=auto_class if head is None else "AutoModelForSequenceClassification",
-        options="" if head is None else f", num_labels={len(head)}",
+        name=name, base=base, text=text.strip(), task=task, peft_class=peft_class, classes=classes, arguments=arguments
     )
 
 
@@ -488,10 +490,10 @@ An adapter for {base}.
 {text}
 
 ```python
-from peft import PeftModel
-from transformers import {auto_class}, AutoTokenizer
+from peft import {peft_class}
+from transformers import {classes}
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = PeftModel.from_pretrained({auto_class}.from_pretrained("{base}"{options}), "{name}")
+model = {peft_class}.from_pretrained({arguments})
 ```
 """
