@@ -54,8 +54,9 @@ logger = logging.getLogger(__name__)
 _PAIRS, _WEIGHTS, _HASH = "pairs", "weights", "hash"
 """Keys in the metadata of a file: fingerprint of the pairs, identity of the weights, hash of both and of the values."""
 _OTHER_WEIGHTS = (
-    "was computed with other base weights, or another dtype, than model.path and model.* are now; restore those, "
-    "remove the file to continue with the present ones as the reference, or choose another run.dir to start over"
+    "was computed with other base weights, another adapter or another dtype than model.path, peft.path and model.* are "
+    "now; restore those, remove the file to continue with the present ones as the reference, or choose another run.dir "
+    "to start over"
 )
 _NOT_OF_WEIGHTS = {"path", "revision", "tokenizer", "chat_template", "attention", "loss", "compile", "fused",
                    "router_aux", "router_aux_coef", "trust_remote_code"}  # fmt: skip
@@ -174,7 +175,11 @@ def with_reference(
             )
         reference = preference.load_reference()
     if problem and run.rank == 0:
-        logger.warning("%s: %s; the log-probabilities under the reference model are computed again", file, problem)
+        logger.warning(
+            "%s: %s; the log-probabilities under the reference model are computed again, with the weights that "
+            "model.path and peft.path are now",
+            *(file, problem),
+        )
     with models.adapters_off(model.module) if without_adapters else nullcontext():
         log_probs = score_pairs(reference, pairs, run.plan)
     if (wrong := _count_wrong(log_probs)) > 0:
