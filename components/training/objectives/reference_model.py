@@ -178,7 +178,8 @@ def with_reference(
         logger.warning(
             "%s: %s; the log-probabilities under the reference model are computed again, with the weights that "
             "model.path and peft.path are now",
-            *(file, problem),
+            file,
+            problem,
         )
     with models.adapters_off(model.module) if without_adapters else nullcontext():
         log_probs = score_pairs(reference, pairs, run.plan)
