@@ -192,9 +192,6 @@ def test_checkpoint_of_another_model_is_rejected_with_the_tensor_names(tmp_path:
         lambda model: model.model.layers.append(start(None, 0)[0].model.layers[0]) and None,
         r"lacks tensors of this model: model.layers.2",
     )
-    model, _ = start(None, 0)
-    with pytest.raises(ConfigError, match=r"optimizer state of .* which this run does not train"):
-        load_checkpoint(path, model, torch.optim.AdamW(model.model.layers[0].parameters()))
 
 
 def test_state_that_another_optimizer_does_not_use_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,3 +265,20 @@ def test_strided_and_uneven_shards_are_stored_at_their_global_offsets(split: str
     plain = torch.nn.Linear(*reversed(shape), bias=False)
     load_model_weights(tmp_path / "checkpoints" / "step_1", plain)
     assert torch.equal(plain.weight, torch.arange(float(sum(sizes))).view(shape))
+
+
+def test_state_of_parameters_that_are_frozen_now_is_dropped_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(None, 0)
+    train(run, 1)
+    path = save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
+    model, _ = start(None, 0)
+    norm = model.get_parameter("model.norm.weight").requires_grad_(False)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
+    load_checkpoint(path, model, optimizer)
+    assert "optimizer state of parameters that are frozen now is dropped: model.norm.weight" in caplog.text
+    assert norm not in optimizer.state
+    expected = {name: run[1].state[each]["exp_avg"] for name, each in run[0].named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert name == "model.norm.weight" or torch.equal(optimizer.state[parameter]["exp_avg"], expected[name]), name

@@ -316,8 +316,8 @@ def test_config_error_of_one_stage_is_raised_on_all_ranks() -> None:
     assert second == first
 
 
-def test_checkpoint_error_of_one_stage_is_raised_on_all_stages(saved: dict[str, ModelConfig], tmp_path: Path) -> None:
-    """The checkpoint lacks a layer of the second stage, or holds optimizer state that only this stage does not use."""
+def test_checkpoint_of_one_stage_is_judged_alike_on_all_stages(saved: dict[str, ModelConfig], tmp_path: Path) -> None:
+    """The checkpoint lacks a layer of the second stage. One whose norm is frozen now, on this stage only, is loaded."""
     for name, layers in (("shorter", LAYERS - 1), ("same", LAYERS)):
         config = {"num_hidden_layers": layers}
         cfg = ModelConfig(path=saved["llama3"].path, tokenizer="bytes", init=WeightInit.random, config=config)
@@ -338,12 +338,14 @@ def test_checkpoint_error_of_one_stage_is_raised_on_all_stages(saved: dict[str, 
                 model.model.norm.weight.requires_grad_(False)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(trained, fused=True)
-            with pytest.raises(ConfigError) as caught:
+            try:
                 load_checkpoint(tmp_path / written / "checkpoints" / "step_2", model, optimizer)
-            messages.append(str(caught.value))
+                messages.append(f"{len(trained) - len(optimizer.state)} without state")
+            except ConfigError as error:
+                messages.append(str(error))
         return messages
 
     first, second = run_ranks(2, body)
     assert first == second
     assert f"lacks tensors of this model: model.layers.{LAYERS - 1}.self_attn.q_proj.weight" in first[0]
-    assert first[1].startswith("the checkpoint holds optimizer state of model.norm.weight")
+    assert first[1] == "0 without state"
