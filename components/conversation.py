@@ -19,7 +19,7 @@ Message = dict[str, Any]
 ASSISTANT = "assistant"
 TOOL = "tool"
 _SYSTEM_ROLES = ("system", "developer")
-_OTHER_ROLES = ("developer", "function", "ipython")
+_OTHER_ROLES = ("developer", "function", "ipython", "observation")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("weight", "train", "training", "train_on_turn", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale",
           "step_loss_mask")  # fmt: skip
@@ -28,8 +28,10 @@ _INVERSE_FLAG = "masked"
 """Message key that sets whether the message is not trained on (torchtune)."""
 _UNCLEAR_FLAGS = ("mask", "train_detail", "training_detail", "train_details")
 """Message keys that select parts of a message, or whose meaning differs between trainers."""
-_TOOLS, _FUNCTIONS, _SYSTEM, _TEMPLATE_KWARGS = "tools", "functions", "system", "chat_template_kwargs"
-"""Usual columns with tools, the same in OpenAI's form before `tools`, the system message, and template variables."""
+FUNCTIONS, SYSTEM = "functions", "system"
+"""Columns with tools in OpenAI's form before `tools`, and with the system message."""
+_TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Usual columns with tools and template variables."""
 _RENDER_ARGUMENTS = {
     "conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize",
     "continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
@@ -266,29 +268,30 @@ def system_of(values: Mapping[str, Any], messages: Sequence[Message] = (), colum
 
     Raises BadRowError if it is no text, or `messages`, in `column`, begin with another one.
     """
-    system = values.get(_SYSTEM)
+    system = values.get(SYSTEM)
     if not (system.strip() if isinstance(system, str) else system):
         return None
     if not isinstance(system, str):
-        raise BadRowError(f"column {_SYSTEM!r} holds {kind_of(system)}, not the text of a system message; rename it")
-    _check_unicode(system, f"column {_SYSTEM!r} holds")
+        raise BadRowError(f"column {SYSTEM!r} holds {kind_of(system)}, not the text of a system message; rename it")
+    _check_unicode(system, f"column {SYSTEM!r} holds")
     if messages and messages[0]["role"] == "system" and text_of(messages[0]["content"]) != system:
-        raise BadRowError(f"message 1 of {column!r} and column {_SYSTEM!r} are different system messages; remove one")
+        raise BadRowError(f"message 1 of {column!r} and column {SYSTEM!r} are different system messages; remove one")
     return system
 
 
 def template_inputs(
-    values: Mapping[str, Any], tools_column: str | None = _TOOLS, kwargs_column: str | None = _TEMPLATE_KWARGS
+    values: Mapping[str, Any], tools_column: str | None, kwargs_column: str | None
 ) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
     """Return the tools and the further template variables of a row. Raises BadRowError.
 
     An empty list of tools becomes None, because some templates render a tools section even for an empty list.
     """
     tools = _decoded(values, "tools_column", tools_column, list) or None
-    if tools_column is not None and (functions := values.get(_FUNCTIONS)):
-        if tools is not None or not isinstance(functions, list):
+    if tools_column is not None and (functions := values.get(FUNCTIONS)):
+        is_list = isinstance(functions, list) and all(isinstance(each, dict) for each in functions)
+        if tools is not None or not is_list:
             raise BadRowError(
-                f"column {_FUNCTIONS!r} (OpenAI's old form of tools) holds {kind_of(functions)}; must be a list of "
+                f"column {FUNCTIONS!r} (OpenAI's old form of tools) holds {kind_of(functions)}; must be a list of "
                 f"objects, in rows without {tools_column!r}"
             )
         tools = [{"type": "function", "function": function} for function in functions]
@@ -303,28 +306,24 @@ def template_inputs(
     return tools, kwargs
 
 
-def template_columns(tools_column: str | None = _TOOLS, kwargs_column: str | None = _TEMPLATE_KWARGS) -> list[str]:
-    """Return the columns that `system_of` and `template_inputs` read if a row has them."""
-    tools = [] if tools_column is None else [tools_column, _FUNCTIONS]
-    return [*tools, _SYSTEM, *([] if kwargs_column is None else [kwargs_column])]
-
-
-def prompt_in(values: Mapping[str, Any], column: str, where: str) -> str | Conversation:
+def prompt_in(
+    values: Mapping[str, Any], column: str, where: str, columns: tuple[str | None, str | None] = _TEMPLATE_COLUMNS
+) -> str | Conversation:
     """Return the prompt in a column of a row: a text, or a conversation that ends with the message to answer.
 
-    A text becomes a conversation if the row has a system message, tools or template variables (`template_columns`).
-
-    Raises BadRowError.
+    A text becomes a conversation if the row has a system message, tools or template variables; `columns`: those of the
+    latter two. Raises BadRowError.
     """
     others = {name: value for name, value in values.items() if name != column}
     content = values.get(column)
     if isinstance(content, list):
         messages, _ = messages_of(content, column)
         if not messages or messages[-1]["role"] == ASSISTANT:
-            raise BadRowError(f"{column!r} must end with a message to answer, not with one of the assistant")
+            found = "not with one of the assistant" if messages else "but it is empty"
+            raise BadRowError(f"{column!r} must end with a message to answer, {found}")
     else:
         messages = [{"role": "user", "content": text_value(values, "prompt_column", column)}]
-    system, (tools, kwargs) = system_of(others, messages, column), template_inputs(others)
+    system, (tools, kwargs) = system_of(others, messages, column), template_inputs(others, *columns)
     if isinstance(content, str) and system is None and tools is None and not kwargs:
         return content
     return Conversation(where, messages, tools, kwargs).with_system(system)
@@ -351,7 +350,8 @@ def read_prompts(file: str | Path) -> tuple[list[str | Conversation], list[str]]
             found.append(prompt)
             unused |= others
         except ValueError as error:
-            problems.append(f"{key}: line {number}: {error}")
+            # A line has no columns that keys of `data` name.
+            problems.append(f"{key}: line {number}: " + re.sub(r"data\.\w+=(\w+): ", r'"\1" ', str(error)))
     if not found and not problems:
         problems = [f'{key}: has no prompts; write one per line, such as {{"prompt": "Who are you?"}}']
     raise_all(problems[:10])
@@ -365,7 +365,7 @@ def _prompt_of(row: Any, where: str) -> tuple[str | Conversation, set[str]]:
     column, kind = ("prompt", str) if "prompt" in row else ("messages", list)
     if not isinstance(row[column], kind):
         raise ValueError(f'"{column}" is {row[column]!r:.60}; it must be a {"text" if kind is str else "list"}')
-    return prompt_in(row, column, where), row.keys() - {column, *template_columns()}
+    return prompt_in(row, column, where), row.keys() - {column, FUNCTIONS, SYSTEM, *_TEMPLATE_COLUMNS}
 
 
 class Prompt(NamedTuple):

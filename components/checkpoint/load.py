@@ -379,8 +379,7 @@ def _check_average(
 ) -> None:
     """Require the stored average to have the parameters of all ranks; every rank raises the same error.
 
-    parameters: those of a model that may train others of them than the run that saved the average did.
-    """
+    `parameters`: those of a model that may train others of them than the run that saved the average did."""
     if not _holds_average(stored):
         raise ConfigError(
             f"checkpoint {path}: holds no moving average of the weights: its run had no training.ema_decay"
@@ -391,8 +390,9 @@ def _check_average(
         all_names = merge_over_ranks({AVERAGE + name.removeprefix(MODEL): True for name in parameters})
         both = all_names.keys() & {AVERAGE + name.removeprefix(MODEL) for name in stored}
         if this_rank() == 0 and (frozen := sorted(both & saved.keys() - expected.keys())):
-            logger.warning("averages of parameters that are frozen now are dropped: %s", shown_names(frozen))
-        expected, saved = ({name: True for name in names if name not in both} for names in (expected, saved))
+            names = shown_names([name.removeprefix(AVERAGE) for name in frozen])
+            logger.warning("averages of parameters that are frozen now are dropped: %s", names)
+        expected, saved = ({name: True for name in each if name not in both} for each in (expected, saved))
     if problems := _compare_names(path, expected, saved):
         raise ConfigError(problems)
 

@@ -24,6 +24,7 @@ from components.json_collectives import all_gather_json, this_rank
 from components.models.anatomy import has_adapters
 from components.models.weights.shards import zeros_sharded_like
 from components.protocol.errors import ConfigError
+from components.storage.object_store import shown_names
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -185,7 +186,7 @@ def make_optimizer_state(
         names = ", ".join(f"{quantity} ({optimizer})" for quantity, optimizer in sorted(dropped.items()))
         logger.warning("state of the checkpoint that the optimizer of this run does not use is dropped: %s", names)
     if frozen and this_rank() == 0:
-        logger.warning("optimizer state of parameters that are frozen now is dropped: %s", ", ".join(frozen))
+        logger.warning("optimizer state of parameters that are frozen now is dropped: %s", shown_names(frozen))
     _check_moments(optimizers, parameters)
     return optimizer_tensors(optimizers, parameters)
 

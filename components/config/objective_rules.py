@@ -25,7 +25,7 @@ from components.config.schema.parallelism import MeshShape
 from components.config.schema.recipes import GrpoConfig, RecipeConfig, policy_reference
 from components.config.schema.rollouts import CutAnswers, GroupFilter, Normalization
 from components.config.schema.run import PeftConfig
-from components.config.schema.training import GenerationConfig
+from components.config.schema.training import GenerationConfig, TrainingConfig
 from components.protocol.errors import field_values
 
 
@@ -129,6 +129,22 @@ def distillation_problems(model: ModelConfig, teacher: TeacherConfig | None, cut
     return problems
 
 
+def _unfit_training(training: TrainingConfig) -> list[str]:
+    """Return the problems of settings of the training that sampled answers exclude."""
+    problems = []
+    if training.neftune_alpha:
+        problems.append(
+            f"training.neftune_alpha={training.neftune_alpha:g}: answers are sampled without this noise, so their "
+            "probabilities would differ in training; set it to 0"
+        )
+    if training.skip_spikes is not None:
+        problems.append(
+            f"training.skip_spikes={training.skip_spikes:g}: losses of sampled answers are near 0, and gradients of "
+            "equal rewards are 0, so that rounding, or the first rewards, would count as spikes; set it to null"
+        )
+    return problems
+
+
 def policy_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
     """Return the problems of a run that learns from rewards of sampled answers; none of another run."""
     if not isinstance(cfg, GrpoConfig):
@@ -163,16 +179,7 @@ def policy_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
             f"parallelism.pp={mesh.pp}: a pipeline generates one answer after another and has no cache of keys and "
             "values; set parallelism.pp=1, or train on stored answers: rollouts.replay=RUN"
         )
-    noisy, equal = (
-        "answers are sampled without this noise, so their probabilities would differ in training; set it to 0",
-        "losses of sampled answers are near 0, and gradients of equal rewards are 0, so that rounding, or the first "
-        "rewards, would count as spikes; set it to null",
-    )
-    for key, value, problem in (
-        ("neftune_alpha", training.neftune_alpha, noisy),
-        ("skip_spikes", training.skip_spikes, equal),
-    ):
-        problems += [f"training.{key}={value:g}: {problem}"] if value else []
+    problems += _unfit_training(training)
     limit = (cfg.reward.timeout_seconds + cfg.reward.retry_seconds) * len(cfg.reward.functions)
     if 0 < training.step_timeout_seconds <= limit:
         problems.append(

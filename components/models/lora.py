@@ -448,19 +448,22 @@ def _check_vocabulary(model: PreTrainedModel, stored: SafetensorsTensors, path: 
         return
     built_from: Any = model.built_from
     cfg = dataclasses.replace(built_from, chat_template=None)
-    own, expected, theirs = load_tokenizer(cfg), stored.metadata().get(VOCABULARY), None
+    own, expected, theirs = hash_vocabulary(load_tokenizer(cfg)), stored.metadata().get(VOCABULARY), None
+    if expected == own:
+        return
     files = None if is_url(path) else locate(str(adapter_folder(path)), "peft.path")
     if files is not None and any(find_file(files, name, None, key="peft.path") for name in TOKENIZER_FILES):
         theirs = load_tokenizer(dataclasses.replace(cfg, tokenizer=files.name_or_folder, new_tokens=[]))
         expected = expected or hash_vocabulary(theirs)
-    if expected in (None, hash_vocabulary(own)):
+    if expected in (None, own):
         return
     change = "model.tokenizer and model.new_tokens as in the run that trained it"
-    if theirs is not None:
+    if files is not None and theirs is not None:
         known, vocabulary = load_tokenizer(dataclasses.replace(cfg, new_tokens=[])).get_vocab(), theirs.get_vocab()
         added = json.dumps(sorted(vocabulary.keys() - known.keys(), key=vocabulary.__getitem__), ensure_ascii=False)
-        extends = known.items() <= vocabulary.items()
-        change = f"model.new_tokens={added}" if extends else f"model.tokenizer={files and files.name_or_folder}"
+        change = f"model.tokenizer={files.name_or_folder} and model.new_tokens=[]"
+        if known.items() <= vocabulary.items() and VOCABULARY in stored.metadata():  # of a run that had these
+            change = f"'model.new_tokens={added}'"
     raise ConfigError(
         f"peft.path={path}: trained rows of the vocabulary for other tokens than those of this run's tokenizer "
         f"(model.new_tokens={json.dumps(list(cfg.new_tokens), ensure_ascii=False)}); set {change}"

@@ -59,7 +59,7 @@ def load_tokenizer(cfg: ModelConfig, checkpoint: Path | None = None) -> PreTrain
 
     Args:
         checkpoint: Checkpoint of a training run that the tokenizer is used with. With one of recipes/pretrain.py, whose
-            model is not trained on chats, the tokenizer has no chat template but `cfg.chat_template`.
+            model is not trained on chats, the tokenizer only has the template `cfg.chat_template`, if it is set.
 
     Raises:
         ConfigError: The tokenizer is missing or unreachable, has neither a pad nor an end-of-text token, lacks the

@@ -181,3 +181,5 @@ def check_jinja(text: str) -> None:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise ValueError("it nests too deep") from error

@@ -117,6 +117,8 @@ _VOCABULARY = {"PAD", "BOS", "EOS", "UNK", "SEP", "CLS", "MASK", "IMAGE", "AUDIO
                "END", "STOP", "PER"}  # fmt: skip
 _OF_A_TOKEN = {"ID", "IDS", "INDEX", "TYPE", "TYPES", "COUNT", "LIMIT", "BUDGET", "LENGTH", "SIZE", "EMBEDDINGS"}
 _COMMITS = {"REVISION", "COMMIT", "SHA"}
+_TEMPLATE = ("model", "chat_template")
+"""Path of the key that holds the text of a chat template."""
 _MASK = "***"
 
 _REMEDY = "remove it, and export it in the shell before you start the run, which inherits the environment"
@@ -148,7 +150,8 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
         key, _, text = argument.partition("=")
         key = key.lstrip("+~")
         names = tuple(key.split("."))
-        what = _secret(names, text, secret_variables) or _secret((), argument, secret_variables)
+        whole = names if names == _TEMPLATE else ()
+        what = _secret(names, text, secret_variables) or _secret(whole, argument, secret_variables)
         if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", other) for other in found):
             found[key if _is_printable_key(key, names, secret_variables) else "the command line"] = what
     return [f"{key}: {what}, which would be written to the run directory; {_REMEDY}" for key, what in found.items()]
@@ -289,6 +292,8 @@ def _secret(names: tuple[str, ...], text: str, secret_variables: Mapping[str, st
         return "holds a secret, according to its name"
     if _HEX_KEY.fullmatch(text.strip()) and not (names and _COMMITS & set(_PARTS.findall(names[-1].upper()))):
         return "holds what looks like a wandb API key (40 hexadecimal digits; shorten a commit)"
+    if names == _TEMPLATE and ("{{" in text or "{%" in text):
+        return None  # a program, which assigns control tokens: {% set system_token = "<|system|>" %}
     if problem := _option_password(text):
         return problem
     return next((f"assigns a value to {name}" for name, _ in _assigned_secrets(text)), None)

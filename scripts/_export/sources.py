@@ -55,6 +55,8 @@ class Source:
     """Path of the base model of an adapter."""
     new_tokens: Sequence[str] = ()
     """Tokens that its tokenizer has and that of the base lacks."""
+    read_base: Callable[[str, Any], torch.Tensor] | None = None
+    """Returns a block of the dequantized base of a QLoRA adapter; None: the base is that of its files."""
 
 
 def find_sources(given: Sequence[Path], steps: Sequence[int]) -> list[Path]:
@@ -189,12 +191,20 @@ def _open_adapter(path: Path, trust_remote_code: bool) -> Source:
         )
     merge = models.Merge(model, rounds=False)
     whole = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    unchanged = models.Merge(model, rounds=False)  # adapters without an effect, to unpack the base
+    for name, values in whole.items():
+        if name.endswith(("lora_A", "lora_B")):
+            unchanged.take(name, torch.zeros_like(values))
     whole = {name: values for name, values in whole.items() if not merge.take(name, values)}
 
     def read(name: str, index: Any) -> torch.Tensor:
         return whole[name][index] if name in whole else merge.reader(name, partial(read_base, name))(index)
 
-    return replace(_source(path, model, tokenizer, read), base=base, new_tokens=cfg.new_tokens)
+    def unpacked(name: str, index: Any) -> torch.Tensor:
+        return unchanged.reader(name, partial(read_base, name))(index)
+
+    source = replace(_source(path, model, tokenizer, read), base=base, new_tokens=cfg.new_tokens)
+    return replace(source, read_base=unpacked) if BASE_FORMAT in header else source
 
 
 def _with_tokens(cfg: ModelConfig, adapter: Path) -> tuple[ModelConfig, Any]:
@@ -245,6 +255,8 @@ def _adapter_config(path: Path) -> tuple[PeftConfig, str]:
         config = load_json(path / ADAPTER_FILES[0])
         rank, alpha = (config.get(name, PEFT_DEFAULTS[name]) for name in ("r", "lora_alpha"))
         base = config["base_model_name_or_path"]
+        if type(rank) is not int or type(alpha) not in (int, float):
+            raise ValueError(f"r={rank!r} and lora_alpha={alpha!r} must be numbers")
         peft = PeftConfig(
             method=PeftMethod.lora,
             path=str(path),
@@ -373,7 +385,12 @@ class Changes:
     def __init__(
         self, base: Source, sources: Sequence[Source], weights: Sequence[float], density: float | None = None
     ) -> None:
-        """`density`: Share of the largest changes of each tensor that ties keeps; None: task arithmetic."""
+        """`density`: Share of the largest changes of each tensor that ties keeps; None: task arithmetic.
+
+        A change is that of a source's own base. The result of QLoRA adapters alone is over their dequantized base.
+        """
+        if all(source.read_base is not None for source in sources):
+            base = replace(base, read=sources[0].read_base)
         self._base, self._sources, self._weights, self._density = base, sources, weights, density
         self._thresholds: tuple[str, list[torch.Tensor]] = ("", [])
 
@@ -404,7 +421,8 @@ class Changes:
     def _change(self, source: Source, name: str, index: Any, base: torch.Tensor) -> torch.Tensor:
         from components.models.weights.weight_sources import require_finite
 
-        return require_finite(source.read(name, index), f"{source.path}: {name}").to(base) - base
+        own = base if source.read_base is None else source.read_base(name, index).to(base)
+        return require_finite(source.read(name, index), f"{source.path}: {name}").to(base) - own
 
     def _threshold(self, source: Source, name: str) -> torch.Tensor:
         """Return the smallest magnitude of the largest changes that are kept of a tensor, in two passes over it.

@@ -83,6 +83,15 @@ def test_prompts_are_rendered_as_plain_transformers_renders_them(
     assert (answered.tokens, unused) == (expected["input_ids"], ["id"])
 
 
+def test_a_column_of_another_meaning_is_left_to_the_rewards(tmp_path: Path) -> None:
+    """Some data have names of tools, or an own observation of the environment."""
+    rows = [{"prompt": [USER, {"role": "observation", "content": "x"}], "tools": "calculator", "functions": ["abs"]}]
+    with pytest.raises(ConfigError, match="data.tools_column=tools: holds text that is not JSON"):
+        build(tmp_path, rows)
+    (made,) = build(tmp_path, rows, tools_column=None)
+    assert made.columns == {"tools": "calculator", "functions": ["abs"]}
+
+
 def test_message_keys_that_the_template_does_not_render_are_named(tmp_path: Path) -> None:
     """Columns are never refused: reward functions may take them."""
     rows = [{"prompt": [{**USER, "mood": "bad"}], "answer": "7"}]
@@ -100,20 +109,22 @@ def test_message_keys_that_the_template_does_not_render_are_named(tmp_path: Path
     [
         ({"messages": [{"role": "human", "content": "a"}]}, "has the role 'human', which is not one of .*; correct it"),
         ({"messages": [{"role": 7, "content": "a"}]}, "has the role 7, which is not one of"),
-        ({"messages": [{"role": "user", "value": "a"}]}, "data.content_key=content: holds null"),
+        ({"messages": [{"role": "user", "value": "a"}]}, '"content" holds null'),
         ({"messages": [{"role": "user", "content": 5}]}, "holds int 5, not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is supported"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": 5}, USER]}, "tool_calls that are int 5"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": ["f"]}, USER]}, "not a list of objects"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{bad"}}]},
                        USER]}, "arguments that are not JSON text"),
-        ({"messages": [USER], "tools": 7}, "data.tools_column=tools: holds int 7, not a list"),
+        ({"messages": [USER], "tools": 7}, '"tools" holds int 7, not a list'),
         ({"messages": [USER], "chat_template_kwargs": {"tools": []}}, "tools is an argument of apply_chat_template"),
         ({"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}, "are different system messages"),
         ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "must end with a message to answer"),
-        ({"messages": []}, "must end with a message to answer"),
+        ({"messages": []}, "must end with a message to answer, but it is empty"),
         ({"messages": "who?"}, '"messages" is .who.*; it must be a list'),
         ({"prompt": ""}, "is empty"),
+        ({"prompt": "a", "functions": ["abs"]}, r"holds list \['abs'\]; must be a list of objects"),
+        ({"prompt": "a", "tools": "none"}, '"tools" holds text that is not JSON'),
     ],
 )  # fmt: skip
 def test_line_of_a_file_of_prompts_that_is_no_prompt_is_rejected(line: Any, problem: str, tmp_path: Path) -> None:

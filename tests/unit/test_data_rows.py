@@ -150,8 +150,8 @@ def test_openai_and_sharegpt_conversations_give_the_same_text(tmp_path):
         (
             [{"role": "human", "content": "a"}],
             "message 1 of 'messages' has the role 'human' (data.role_key=role), which is not one of system, user, "
-            "assistant, tool, developer, function, ipython; set data.user_role, data.assistant_role, data.system_role "
-            "or data.tool_role",
+            "assistant, tool, developer, function, ipython, observation; set data.user_role, data.assistant_role, "
+            "data.system_role or data.tool_role",
         ),
         ([{"role": "user", "content": None}],
          "message 1 of 'messages' (role user): data.content_key=content: holds null, not text"),

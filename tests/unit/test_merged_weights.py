@@ -125,6 +125,32 @@ def exported(folder: Path, base: Path, peft: PeftConfig, seed: int, **model: obj
     return models.export_run(adapted, models.load_tokenizer(cfg), folder, peft, fingerprint=fingerprint)
 
 
+@pytest.mark.parametrize("density", [None, 0.3])
+def test_changes_of_qlora_adapters_are_without_the_error_of_quantization(density: float | None, tmp_path: Path) -> None:
+    """The error, far larger than small changes, is that of the base, and counts once."""
+    base = tiny_folder(tmp_path / "base", "llama3", hidden_size=128, intermediate_size=128)
+    byte_tokenizer().save_pretrained(base)
+    peft = PeftConfig(method="qlora", rank=4, alpha=0.01)
+    runs = [exported(tmp_path / str(seed), base, peft, seed) for seed in (1, 2)]
+    method = ["task-arithmetic"] if density is None else ["ties", "--density", str(density)]
+    found = merged(tmp_path / "out", *(str(adapter) for adapter, _ in runs), "--method", *method)
+    exports = [load_file(export / "model.safetensors") for _, export in runs]
+    factors = [load_file(adapter / "adapter_model.safetensors") for adapter, _ in runs]
+    for name, each in found.items():
+        first = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
+        if first not in factors[0]:
+            torch.testing.assert_close(each, exports[0][name])
+            continue
+        changes = [
+            0.01 / 4 * (own[first.replace("lora_A", "lora_B")].double() @ own[first].double()) for own in factors
+        ]
+        start, weights = exports[0][name].double() - changes[0], torch.ones(2, dtype=torch.float64)
+        change = task_arithmetic(changes, weights) if density is None else ties(changes, weights, density)
+        # Rounding decides which of two nearly equal changes at the threshold of TIES is kept.
+        assert ((each.double() - start - change).abs() > 1e-6).sum() <= (0 if density is None else 4)
+        assert change.abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_adapters_of_qlora_are_merged_over_the_weights_in_4_bits(dtype: DType, tmp_path: Path) -> None:
     base = tiny_folder(tmp_path / "base", "llama3", hidden_size=128, intermediate_size=128)

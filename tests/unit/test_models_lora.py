@@ -382,7 +382,11 @@ def test_rows_of_new_tokens_are_continued_with_the_same_tokens_only(stated: str,
         for file in adapter.glob("*token*"):
             file.unlink()
     models.read_adapter(filled(cfg, peft), peft)
-    change = "model.tokenizer and model.new_tokens as" if stated == "header" else 'model.new_tokens=["<b>", "<a>"]'
+    change = {
+        "header": "model.tokenizer and model.new_tokens as in the run that trained it",
+        "both": """'model.new_tokens=["<b>", "<a>"]'""",
+        "tokenizer": f"model.tokenizer={adapter} and model.new_tokens=[]",
+    }.get(stated)
     for tokens, own in (([], "[]"), (["<a>", "<b>"], '["<a>", "<b>"]'), (["<b>"], '["<b>"]')):
         other = filled(replace(base, new_tokens=tokens), peft)
         if stated == "neither":
@@ -390,7 +394,12 @@ def test_rows_of_new_tokens_are_continued_with_the_same_tokens_only(stated: str,
             continue
         with pytest.raises(ConfigError, match=re.escape(f"(model.new_tokens={own}); set {change}")):
             models.read_adapter(other, peft)
+    if stated == "both":  # the header decides, so that the tokenizer beside it is not read
+        (adapter / "tokenizer.json").write_text("{")
+        models.read_adapter(filled(cfg, peft), peft)
+        models.load_tokenizer(cfg).save_pretrained(adapter)
     if stated in ("tokenizer", "both"):
+        models.read_adapter(filled(replace(base, tokenizer=str(adapter)), peft), peft)
         vocabulary = dict(byte_tokenizer().get_vocab())
         vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]
         other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocabulary, [])), eos_token="<|im_end|>")

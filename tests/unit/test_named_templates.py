@@ -155,6 +155,7 @@ def test_a_run_keeps_the_template_of_a_file_that_changes(name: str, tmp_path: Pa
         (json.dumps({"chat_template": PLAIN}).encode(), "it is JSON; write the text of its chat_template to a file"),
         (PLAIN.replace("{% endfor %}", "").encode(), r"line 4: Unexpected end of template"),
         (b"{{ messages[0].content }", r"line 1: unexpected '}'"),
+        (b"{{ " + b"(" * 5000 + b"x" + b")" * 5000 + b" }}", "it nests too deep"),
         (PLAIN.encode("utf-16"), "codec can't decode"),
         (b"\xff{{ x }}", "codec can't decode"),
         ("{{ x }}\x85".encode(), r"has the character U\+0085"),
@@ -167,6 +168,11 @@ def test_a_file_that_is_no_template_is_rejected_with_its_name(content: bytes, pr
         ConfigError, match=rf"model\.chat_template={file}: is no Jinja template: .*{problem}.*; correct it"
     ):
         ModelConfig(path="x", chat_template=str(file))
+
+
+def test_a_text_that_is_neither_a_name_nor_a_template_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template=hello hello .*: is neither the name"):
+        loaded(tmp_path, NAMED, "hello " * 60)
 
 
 def test_a_file_without_a_suffix_needs_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

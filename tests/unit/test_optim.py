@@ -248,7 +248,7 @@ def test_rounding_is_no_spike_where_values_are_constant(level: float) -> None:
 def test_banner_states_that_a_short_run_skips_nothing() -> None:
     window = SpikeWindow(6.0, 128, torch.device("cpu"))
     assert window.note(64).endswith(
-        "128 steps; no update of this run is, since its 64 steps do not fill half of the window"
+        "128 steps; no update of this run is skipped, since its 64 steps do not fill half of the window"
     )
     assert window.note(65).endswith("of the last 128 steps")
 

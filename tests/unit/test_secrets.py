@@ -182,6 +182,17 @@ def test_harmless_text_is_accepted(text: str) -> None:
     assert problems({"cluster": {"setup": [text], "env": {"TEXT": text}}}) == []
 
 
+def test_control_tokens_of_a_chat_template_are_no_secrets() -> None:
+    template = (
+        "{%- set system_token = '<|system|>' -%}{% set think_token = 'Thinking123' %}{{ {'api_key': 'abcdefghij'} }}"
+    )
+    assert secret_problems({"model": {"chat_template": template}}, [f"model.chat_template={template}"]) == []
+    assert secret_problems({"data": {"system_prompt": template}})  # others are still searched
+    for kind in ("hf", "openai", "pem"):
+        (problem,) = secret_problems({"model": {"chat_template": template + CREDENTIALS[kind]}})
+        assert problem.startswith("model.chat_template: holds what looks like")
+
+
 def test_pinned_commit_is_not_taken_for_a_key() -> None:
     cfg = config()
     cfg.model.revision = HEX_KEY

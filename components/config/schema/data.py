@@ -264,8 +264,7 @@ class LabelsDataConfig(ScoredDataConfig):
 @dataclass(kw_only=True, slots=True)
 class PreferencesDataConfig(ScoredDataConfig):
     """A chosen and a rejected answer to one prompt per row, for recipes/dpo.py and reward models; or one labeled answer
-    per row, for objective=kto. Prompts and answers are texts or lists of messages. The chat template also receives the
-    columns tools and chat_template_kwargs, if a row has them. Batch sizes count rows."""
+    per row, for objective=kto. Prompts and answers are texts or lists of messages. Batch sizes count rows."""
 
     kind: DataKind = DataKind.preferences
     """preferences."""
@@ -286,6 +285,10 @@ class PreferencesDataConfig(ScoredDataConfig):
     null: completion or response."""
     system_prompt: str | None = None
     """System message inserted before prompts without one; null: the default of the chat template."""
+    tools_column: str | None = "tools"
+    """Optional column with the tools of a prompt: a list of JSON schemas, or the same as JSON text; null: none."""
+    template_kwargs_column: str | None = "chat_template_kwargs"
+    """Optional column with further variables for the chat template, an object or the same as JSON text; null: none."""
 
     def _problems(self) -> list[str]:
         values = field_values(self)

@@ -481,7 +481,8 @@ def _tokens_in(tokens: list[str]) -> tuple[list[str], list[str]]:
 def _template_in(chosen: str | None) -> tuple[str | None, list[str]]:
     """Return model.chat_template with a file replaced by its text, and its problems."""
     path = Path(os.path.expanduser(chosen or ""))
-    if chosen is None or not (is_template(chosen) or (path.is_file() and not re.fullmatch(r"\w+", chosen))):
+    # os.path.isfile returns False for a name that is too long for a file.
+    if chosen is None or not (is_template(chosen) or (os.path.isfile(path) and not re.fullmatch(r"\w+", chosen))):
         return chosen, []
     try:
         text = chosen if is_template(chosen) else read_regular(path, _LARGEST_TEMPLATE).decode("utf-8-sig")

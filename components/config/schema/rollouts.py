@@ -63,15 +63,24 @@ class PromptsDataConfig(RowsDataConfig):
     """Prompts that leave no room for rollouts.max_new_tokens in training.seq_len: drop (skip and count them) or refuse
     (fail the run)."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt: a text, or a list of messages that ends with the one to answer. The chat template
-    also receives the columns system, tools and chat_template_kwargs, if a row has them."""
+    """Column that holds the prompt: a text, or a list of messages that ends with the one to answer. A column system
+    holds the system message."""
     answer_column: str | None = None
     """Column that reward functions receive as `answer`; null: the column answer, if there is one."""
     system_prompt: str | None = None
     """System message inserted before prompts without one; null: the default of the chat template."""
+    tools_column: str | None = "tools"
+    """Optional column with the tools of a prompt: a list of JSON schemas, or the same as JSON text; null: none."""
+    template_kwargs_column: str | None = "chat_template_kwargs"
+    """Optional column with further variables for the chat template, an object or the same as JSON text; null: none."""
 
     def _problems(self) -> list[str]:
-        columns = {"prompt_column": self.prompt_column, "answer_column": self.answer_column}
+        columns = {
+            "prompt_column": self.prompt_column,
+            "answer_column": self.answer_column,
+            "tools_column": self.tools_column,
+            "template_kwargs_column": self.template_kwargs_column,
+        }
         return RowsDataConfig._problems(self) + distinct_names("data", columns)
 
 

@@ -129,7 +129,8 @@ def each_prompt(cfg: PromptsDataConfig, rows: Iterable[Row], bad: BadRowReport) 
 
 def _prompt_row(cfg: PromptsDataConfig, row: Row) -> PromptRow:
     column = cfg.prompt_column
-    prompt, content = prompt_in(row.values, column, row.where), row.values.get(column)
+    prompt = prompt_in(row.values, column, row.where, (cfg.tools_column, cfg.template_kwargs_column))
+    content = row.values.get(column)
     if cfg.answer_column is not None and cfg.answer_column not in row.values:
         raise BadRowError(f"data.answer_column={cfg.answer_column}: the key is missing")
     columns = {name: value for name, value in row.values.items() if name != column}
@@ -151,7 +152,7 @@ def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
     system = cfg.system_prompt
     if cfg.system_column is not None and row.values.get(cfg.system_column):
         system = text_value(row.values, "system_column", cfg.system_column)
-    tools, kwargs = template_inputs(row.values)
+    tools, kwargs = template_inputs(row.values, cfg.tools_column, cfg.template_kwargs_column)
     return Conversation(row.where, messages, tools, kwargs, frozenset(untrained), label).with_system(system)
 
 

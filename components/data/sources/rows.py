@@ -22,13 +22,14 @@ from components.config.schema.data import (
 from components.config.schema.rollouts import PromptsDataConfig
 from components.conversation import (
     ASSISTANT,
+    FUNCTIONS,
+    SYSTEM,
     BadRowError,
     Conversation,
     Message,
     kind_of,
     messages_of,
     system_of,
-    template_columns,
     template_inputs,
     text_value,
 )
@@ -143,10 +144,11 @@ def no_good_row(source: str, bad: BadRowReport, remedy: str = "correct these") -
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
     """Return the columns that are read if a source has them."""
     if isinstance(cfg, SftDataConfig):
-        return template_columns(None, None)
-    if isinstance(cfg, ChatDataConfig):
-        return template_columns(cfg.tools_column, cfg.template_kwargs_column)
-    return template_columns() if isinstance(cfg, PreferencesDataConfig | PromptsDataConfig) else []
+        return [SYSTEM]
+    if isinstance(cfg, ChatDataConfig | PreferencesDataConfig | PromptsDataConfig):
+        tools = [] if cfg.tools_column is None else [cfg.tools_column, FUNCTIONS]
+        return [*tools, SYSTEM, *([] if cfg.template_kwargs_column is None else [cfg.template_kwargs_column])]
+    return []
 
 
 def unused_problem(where: str, names: list[str]) -> str:

@@ -130,7 +130,7 @@ def _norms_of_rows(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]
     return [rows, torch.linalg.vector_norm(flat[in_rows:], dtype=dtype)[None]]
 
 
-_EQUAL = 1e-6
+_RELATIVE_ROUNDING = 1e-6
 """Relative difference up to which values are equal, far above rounding: with a constant loss the deviation is 0."""
 
 
@@ -158,7 +158,7 @@ class SpikeWindow:
     def note(self, steps: int) -> str:
         """Return the rule for the banner of a run of `steps` steps."""
         window = self._values.shape[1]
-        never = f"; no update of this run is, since its {steps:,} steps do not fill half of the window"
+        never = f"; no update of this run is skipped, since its {steps:,} steps do not fill half of the window"
         return (
             f"spikes: updates are skipped if the loss or the gradient norm lies more than {self.deviations:g} standard "
             f"deviations above the mean of the last {window:,} steps{never if steps <= window // 2 else ''}"
@@ -174,7 +174,7 @@ class SpikeWindow:
         mean = torch.where(present, self._values, 0.0).sum(1) / count
         squares = torch.where(present, self._values - mean[:, None], 0.0).square().sum(1)
         margin = self.deviations * (squares / (count - 1)).sqrt()
-        spikes = values > mean + margin.maximum(_EQUAL * mean.abs())
+        spikes = values > mean + margin.maximum(_RELATIVE_ROUNDING * mean.abs())
         is_finite = values.isfinite()
         moved = torch.cat([self._values[:, 1:], values[:, None]], dim=1)
         self._values = torch.where(is_finite.all(), moved, self._values)
