@@ -82,7 +82,7 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], s
         for tokens, labels in samples:
             router_options = {"output_router_logits": True} if settings.router_aux else {}
             autocast = torch.autocast(device.type, dtype=settings.autocast, enabled=settings.autocast is not None)
-            with autocast, whole_precision(model):
+            with autocast, _whole_precision(model):
                 output = model(input_ids=tokens[None].to(device), use_cache=False, **router_options)
             logits = _at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
             loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
@@ -169,7 +169,7 @@ def _forward_in_float64(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
 
-def whole_precision(model: nn.Module) -> AbstractContextManager[Any]:
+def _whole_precision(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which a float64 model's own forward casts nothing down (Nemotron-H's logits)."""
     return _NoFloat32() if next(model.parameters()).dtype == torch.float64 else nullcontext()
 

@@ -114,7 +114,7 @@ class _Built:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-def simulate_step(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = None) -> SimulatedRank:
+def _simulate_step(cfg: TrainConfig, world: int, rank: int, lines: RecipeLines | None = None) -> SimulatedRank:
     """Simulate two optimizer steps of rank `rank` of `world`, and return what the second allocates and sends.
 
     The first step creates the optimizer's state. Nothing is allocated or read: neither weights nor data. Call it once
@@ -164,7 +164,7 @@ def build_objective(cfg: TrainConfig, run: Any, model: training.Prepared, vocabu
             return training.build_distillation(cfg, run, model, None)
         case ClassifyConfig():
             return training.build_scoring(cfg.objective, run.mesh)
-    raise TypeError(f"simulate_step: there is no objective for {type(cfg).__name__}")
+    raise TypeError(f"_simulate_step: there is no objective for {type(cfg).__name__}")
 
 
 def _build(
@@ -380,7 +380,7 @@ def _main() -> int:
             main_of_recipe: Any = import_recipe(Path(request["recipe"]))
             lines, (schema, *_) = read_lines(main_of_recipe), get_type_hints(main_of_recipe).values()
         cfg = from_yaml(request["config"], schema)
-        answer = {RESULT: simulate_step(cfg, request["world"], request["rank"], lines).as_json()}
+        answer = {RESULT: _simulate_step(cfg, request["world"], request["rank"], lines).as_json()}
     except ConfigError as error:
         answer = {PROBLEMS: error.problems}
     with answers:

@@ -75,7 +75,7 @@ def simulate_run(cfg: TrainConfig, shape: ModelShape, world: int, recipe: Path |
     Raises ConfigError with all problems of a child process.
     """
     built = replace(cfg, model=buildable(cfg.model, shape))
-    return simulate_ranks(built, world, ranks_to_simulate(built, world), recipe=recipe)
+    return _simulate_ranks(built, world, _ranks_to_simulate(built, world), recipe=recipe)
 
 
 def buildable(model: ModelConfig, shape: ModelShape) -> ModelConfig:
@@ -123,7 +123,7 @@ def simulation_lines(runs: Sequence[SimulatedRank], estimated: int | None) -> li
     return [part for line in lines for part in fit(line).split("\n")]
 
 
-def ranks_to_simulate(cfg: TrainConfig, world: int) -> list[int]:
+def _ranks_to_simulate(cfg: TrainConfig, world: int) -> list[int]:
     """Return the ranks whose memory differs: the first and the last one, and one of each kind of pipeline stage.
 
     Ranks of one stage hold equal shards, except that the last ones hold less of what their number does not divide.
@@ -136,7 +136,7 @@ def ranks_to_simulate(cfg: TrainConfig, world: int) -> list[int]:
     return sorted({*(stage * (world // pp) for stage in stages), world - 1})
 
 
-def simulate_ranks(
+def _simulate_ranks(
     cfg: TrainConfig,
     world: int,
     ranks: Collection[int],

@@ -143,11 +143,11 @@ def arm_bit_flips(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     before, *after = _STEP_POINTS
 
     def pre_hook(*_: Any) -> None:
-        fault_point(before, partial(flip_random_bit, _tensors_at(before, optimizers)))
+        fault_point(before, partial(_flip_random_bit, _tensors_at(before, optimizers)))
 
     def post_hook(*_: Any) -> None:
         for point in after:
-            fault_point(point, partial(flip_random_bit, _tensors_at(point, optimizers)))
+            fault_point(point, partial(_flip_random_bit, _tensors_at(point, optimizers)))
 
     optimizers[0].register_step_pre_hook(pre_hook)
     optimizers[-1].register_step_post_hook(post_hook)
@@ -155,7 +155,7 @@ def arm_bit_flips(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 def _tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return this rank's shards of the tensors of a point: gradients, weights or optimizer state."""
-    import torch  # here, as in flip_random_bit: most users of this file have no tensors
+    import torch  # here, as in _flip_random_bit: most users of this file have no tensors
     from torch.distributed.tensor import DTensor
 
     parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
@@ -170,7 +170,7 @@ def _tensors_at(point: str, optimizers: Sequence[torch.optim.Optimizer]) -> list
     return [shard for shard in shards if shard.numel()]
 
 
-def flip_random_bit(tensors: Sequence[torch.Tensor], seed: int) -> None:
+def _flip_random_bit(tensors: Sequence[torch.Tensor], seed: int) -> None:
     """Flip one bit of one of the tensors in place, drawn with `seed`; tensors are drawn in proportion to their size."""
     import torch
 

@@ -173,7 +173,7 @@ class BeatTracker:
         ]
 
 
-def late_ranks(posts: dict[int, Post]) -> list[int]:
+def _late_ranks(posts: dict[int, Post]) -> list[int]:
     """Return the ranks that others wait for in a collective, without those that themselves wait, if any are left.
 
     Groups in `Post.devices` are left out: their hosts run ahead of the devices, so their counts differ without a cause.
@@ -204,7 +204,7 @@ def blame(silent: list[int], posts: dict[int, Post]) -> HangVerdict:
     pending = _pending_collectives({rank: post.devices for rank, post in posts.items()})
     late = {rank: _lateness(rank, each) for rank, each in _late_devices(pending).items()}
     if not late:
-        late = dict.fromkeys(late_ranks(posts), _NOT_JOINED)
+        late = dict.fromkeys(_late_ranks(posts), _NOT_JOINED)
     if late:
         form = "{who} {detail}: it is {post.phase}, at {post.location}"
         return HangVerdict(_describe_ranks(late, posts, form, late), _hosts(late, posts))

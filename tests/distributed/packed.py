@@ -13,7 +13,7 @@ from components import data, training
 from components.batch import Batch
 from components.data.dataset import Dataset, Facts
 from components.planning.parity import FLOOR
-from components.planning.parity_reference import _at_least_float32, _norm_of, balance_loss, whole_precision
+from components.planning.parity_reference import _at_least_float32, _norm_of, _whole_precision, balance_loss
 from tests.distributed.parity import MODELS as DENSE
 from tests.distributed.parity import MOE_MODELS, SMALL, relative
 
@@ -83,7 +83,7 @@ def reference(plain: torch.nn.Module, samples: list[data.Example], router_aux: f
     total, count = torch.zeros((), dtype=torch.float64), 0
     router_arguments = {"output_router_logits": True} if router_aux else {}
     for tokens, labels in samples:
-        with whole_precision(model):
+        with _whole_precision(model):
             output = model(input_ids=torch.tensor([tokens]), use_cache=False, **router_arguments)
         logits, targets = _at_least_float32(output.logits[0, :-1]), torch.tensor(labels[1:])
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")

@@ -32,7 +32,7 @@ from components.config.schema.recipes import ClassifyConfig, DistillConfig, DpoC
 from components.config.schema.run import PeftConfig
 from components.config.schema.training import TrainingConfig
 from components.planning.fake_rank import SavedForBackward, local_bytes, parameters_in_use
-from components.planning.simulated_step import _synthetic_batches, build_objective, simulate_step
+from components.planning.simulated_step import _simulate_step, _synthetic_batches, build_objective
 from components.planning.simulation import SimulatedRank
 from components.training.attempt import GarbageCollection
 from components.training.step_cost import record_traffic, traffic_table
@@ -200,7 +200,7 @@ def measure_ranks(cfg: TrainConfig, world: int) -> list[Measured]:
 
 def simulate_each(cfg: TrainConfig, world: int, ranks: list[int]) -> list[SimulatedRank]:
     """Simulate some of the ranks, each in a process of its own."""
-    return run_ranks(len(ranks), lambda index: simulate_step(cfg, world, ranks[index]), timeout=800, init=False)
+    return run_ranks(len(ranks), lambda index: _simulate_step(cfg, world, ranks[index]), timeout=800, init=False)
 
 
 def _measure(cfg: TrainConfig, world: int, rank: int) -> Measured:

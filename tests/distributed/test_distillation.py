@@ -18,7 +18,7 @@ from components.config.teacher_files import LOG_PROBS, TARGET_LOG_PROB, TOKEN_ID
 from components.data.dataset import Facts
 from components.json_collectives import all_gather_json, this_rank
 from components.training.objectives.distillation import Distillation
-from components.training.objectives.teacher import StoredTeacher, hidden_states_of
+from components.training.objectives.teacher import StoredTeacher, _hidden_states_of
 from components.training.objectives.teacher_store import TeacherStore
 from tests.distributed import curves
 from tests.distributed.curves import CP, DDP2, FSDP2, HSDP, PP, TP, Curve
@@ -217,7 +217,7 @@ def train(
         objective = Distillation(cfg, lambda batches: ([None] * len(batches), None))
     else:
         stored = None
-        objective = Distillation(cfg, hidden_states_of(prepared(teacher, axes, trains=False, mesh=mesh), 97))
+        objective = Distillation(cfg, _hidden_states_of(prepared(teacher, axes, trains=False, mesh=mesh), 97))
     plan = curves.plan_of(mesh, GLOBAL_BATCH, micro_batch)
     batches = data.TrainBatches(rows, plan, seed=5, token_values=stored)
     curve = curves.curve_on_mesh(model, objective, batches, steps, lr, "divergence")

@@ -16,7 +16,7 @@ from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig,
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
 from components.training.objectives.preference import REFERENCE
-from components.training.objectives.reference_model import score_pairs
+from components.training.objectives.reference_model import _score_pairs
 from tests.distributed import curves
 from tests.distributed.curves import CP, DDP2, FSDP2, PP, TP, Curve
 from tests.distributed.parity import MODELS, Case, build, recipe_config
@@ -210,7 +210,7 @@ def train(
     plan = curves.plan_of(mesh, ROWS if packed else PAIRS, 1)
     scored = pairs()
     with models.adapters_off(model):
-        scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
+        scored = scored.with_values(REFERENCE, _score_pairs(prepared, scored, plan))
     dataset = packed_pairs(scored) if packed else scored
     objective = build_objective(objective_cfg)
     curve = curves.curve_on_mesh(prepared, objective, data.TrainBatches(dataset, plan, seed=5), steps, lr)

@@ -21,7 +21,7 @@ from components.json_collectives import all_gather_json
 from components.models.weights.shards import local_part
 from components.protocol.failures import CorruptRank
 from components.training.prepared import WeightAverage
-from components.watch.faults import _STEP_POINTS, flip_random_bit
+from components.watch.faults import _STEP_POINTS, _flip_random_bit
 from tests.distributed.grid import cell
 from tests.distributed.tiny_runs import LAYERS, TinyRun, build, start
 from tests.harness import run_ranks
@@ -161,7 +161,7 @@ def plant(run: TinyRun, point: str, seed: int) -> None:
 
     def flip(*_: Any) -> None:
         hook.remove()
-        flip_random_bit(shards(), seed)
+        _flip_random_bit(shards(), seed)
 
     before = point == "reduced_gradients"
     register = run.optimizer.register_step_pre_hook if before else run.optimizer.register_step_post_hook

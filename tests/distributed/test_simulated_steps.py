@@ -13,7 +13,7 @@ from components.config.schema.optimizer import LionConfig, MuonConfig, SGDConfig
 from components.config.schema.recipes import FinetuneConfig, TrainConfig
 from components.planning.formulas.memory import estimate_memory
 from components.planning.formulas.workload import build_workload
-from components.planning.simulation import SimulatedRank, ranks_to_simulate, simulate_ranks
+from components.planning.simulation import SimulatedRank, _ranks_to_simulate, _simulate_ranks
 from components.protocol.errors import ConfigError
 from tests.distributed.simulation_cases import (
     Measured,
@@ -122,7 +122,7 @@ def test_dry_run_counts_the_teacher(tmp_path: Path, axes: dict[str, int]) -> Non
 
 def _compare(name: str, cfg: TrainConfig, world: int) -> SimulatedRank:
     """Compare the ranks that differ with their simulations; return that of rank 0."""
-    ranks = ranks_to_simulate(cfg, world) if cfg.parallelism.pp > 1 else [0]  # without stages, all ranks hold as much
+    ranks = _ranks_to_simulate(cfg, world) if cfg.parallelism.pp > 1 else [0]  # without stages, all ranks hold as much
     real, runs = measure_ranks(cfg, world), simulate_each(cfg, world, ranks)
     for rank, simulated in zip(ranks, runs, strict=True):
         print(f"\n| {name} | {rank} | {_cells(simulated, real[rank])} |")
@@ -155,7 +155,7 @@ def _cells(simulated: SimulatedRank, real: Measured) -> str:
 @in_parity
 def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> None:
     cfg = finetune(world=64, pp=4, dp_shard=8, tp=2)
-    first, last = simulate_ranks(cfg, 64, [0, 63])
+    first, last = _simulate_ranks(cfg, 64, [0, 63])
     assert (first.world, first.rank, last.rank) == (64, 0, 63)
     assert {each.axes: each.size for each in first.groups} == {"pp": 4, "dp_shard": 8, "tp": 2, "world": 64}
     embedding = 4 * 4096 * 512 // 16  # float32, sharded over dp_shard and tp
@@ -168,4 +168,4 @@ def test_children_play_ranks_of_a_world_that_this_machine_could_not_start() -> N
 def test_child_reports_the_config_errors_of_a_run() -> None:
     cfg = finetune(world=16, pp=16, rows=16)
     with pytest.raises(ConfigError, match=r"parallelism\.pp=16"):
-        simulate_ranks(cfg, 16, [0])
+        _simulate_ranks(cfg, 16, [0])

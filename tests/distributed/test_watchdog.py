@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from components.launch.rank import _record_collectives
-from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, blame, late_ranks
+from components.watch.heartbeat import BeatTracker, HangVerdict, Heartbeat, _late_ranks, blame
 from components.watch.watchdog import _write_collectives
 from tests.harness import run_ranks
 
@@ -56,7 +56,7 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, HangVerd
     progress = heartbeat.beat("in step 3", "", progressed=False)
     assert len(heartbeat.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
     verdict = heartbeat.publish_verdict(HangVerdict(f"reported by rank {rank}", (f"n{rank}", "n7")))
-    late, reason = late_ranks(before), blame([], before).message
+    late, reason = _late_ranks(before), blame([], before).message
     agreed = heartbeat.verdict()
     # Complete the collectives so that the ranks can exit.
     if rank != 0:

@@ -27,7 +27,7 @@ from components.distributed.mesh import Mesh
 from components.models.tokenizer import byte_tokenizer
 from components.training.objectives.policy import ADVANTAGE, OLD, REFERENCE_TOKENS, WEIGHT, TokenPolicy
 from components.training.objectives.preference import REFERENCE
-from components.training.objectives.teacher import StoredDistillation, hidden_states_of
+from components.training.objectives.teacher import StoredDistillation, _hidden_states_of
 from tests.distributed.packed import SEQ_LEN, unpacked
 
 LABELS = {"classification": ["a", "b", "c"], "reward": ["reward"]}
@@ -104,7 +104,7 @@ def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: traini
     mesh: Mesh | None = model.settings.mesh
     vocabulary = cfg.config["vocab_size"]
     if teacher is not None:
-        return training.Distillation(DistillationConfig(), hidden_states_of(teacher, vocabulary))
+        return training.Distillation(DistillationConfig(), _hidden_states_of(teacher, vocabulary))
     if name == "stored_distillation":
         stored = DistillConfig(model=cfg, data=DocsDataConfig(), teacher=TeacherConfig(stored="stored"))
         return StoredDistillation(stored, byte_tokenizer(), vocabulary)

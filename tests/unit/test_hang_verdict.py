@@ -17,15 +17,15 @@ from components.checkpoint.tensors import Tensors
 from components.config.schema.training import TrainingConfig
 from components.protocol.errors import ConfigError
 from components.training import NonFiniteGradients, StepMetrics, TrainState
-from components.watch.faults import VARIABLE, arm_bit_flips, fault_point, flip_random_bit
+from components.watch.faults import VARIABLE, _flip_random_bit, arm_bit_flips, fault_point
 from components.watch.heartbeat import (
     _FIRST_BEAT_SECONDS,
     _MAX_NAMED_RANKS,
     BeatTracker,
     FlightRecorder,
     Post,
+    _late_ranks,
     blame,
-    late_ranks,
 )
 from components.watch.watchdog import _SuspensionDetector
 
@@ -73,18 +73,18 @@ def test_rank_without_a_first_heartbeat_is_silent_only_after_startup_time(now: l
 
 
 def test_rank_that_started_fewer_collectives_of_a_group_is_late() -> None:
-    assert late_ranks({0: post(world=7), 1: post(world=6), 2: post(world=7)}) == [1]
-    assert late_ranks({0: post(world=7), 1: post(world=7)}) == []
+    assert _late_ranks({0: post(world=7), 1: post(world=6), 2: post(world=7)}) == [1]
+    assert _late_ranks({0: post(world=7), 1: post(world=7)}) == []
     # Collectives of groups that a rank is not a member of do not count against it.
-    assert late_ranks({0: post(world=7, a=9), 1: post(world=7, a=9), 2: post(world=7, b=2)}) == []
+    assert _late_ranks({0: post(world=7, a=9), 1: post(world=7, a=9), 2: post(world=7, b=2)}) == []
 
 
 def test_rank_that_waits_for_another_rank_is_not_blamed() -> None:
     """Rank 2 waits for rank 3 in group b, so it cannot join the collective of group a in which rank 0 waits."""
     posts = {0: post(a=5, c=1), 1: post(c=1), 2: post(a=4, b=8), 3: post(b=7)}
-    assert late_ranks(posts) == [3]
+    assert _late_ranks(posts) == [3]
     # In a cycle every rank waits for another one, so all late ranks are returned.
-    assert late_ranks({0: post(a=5, b=7), 1: post(a=4, b=8)}) == [0, 1]
+    assert _late_ranks({0: post(a=5, b=7), 1: post(a=4, b=8)}) == [0, 1]
 
 
 def test_silent_ranks_are_blamed_first_then_late_ranks_then_all_are_listed() -> None:
@@ -130,7 +130,7 @@ def test_host_that_has_not_enqueued_the_pending_collective_has_not_joined() -> N
 def test_host_that_ran_less_far_ahead_is_not_blamed() -> None:
     """The device of no rank completes collective 6, which all have enqueued, whatever has been enqueued after it."""
     posts = {0: on_device(9, a=(9, -1, 5), b=(3, -1, 3)), 1: on_device(7, a=(7, -1, 5)), 2: on_device(b=(3, -1, 3))}
-    assert late_ranks(posts) == []
+    assert _late_ranks(posts) == []
     verdict = blame([], posts)
     assert verdict.hosts == ()
     assert verdict.message.startswith(
@@ -148,7 +148,7 @@ def test_device_that_waits_in_another_group_is_not_blamed() -> None:
 
 def test_groups_without_the_recorder_are_judged_by_the_hosts() -> None:
     posts = {rank: replace(on_device(a=(5, -1, 5)), collectives={"a": 5, "gloo": 4 - rank}) for rank in (0, 1)}
-    assert late_ranks(posts) == [1]
+    assert _late_ranks(posts) == [1]
     assert blame([], posts).message.startswith("rank 1 on host n2 has not joined")
 
 
@@ -298,9 +298,9 @@ def digest(held: Tensors) -> list[int]:
 
 @contextmanager
 def flipped(tensor: torch.Tensor, seed: int) -> Iterator[None]:
-    flip_random_bit([tensor], seed)
+    _flip_random_bit([tensor], seed)
     yield
-    flip_random_bit([tensor], seed)
+    _flip_random_bit([tensor], seed)
 
 
 def test_every_flipped_bit_changes_the_digest() -> None:
@@ -342,7 +342,7 @@ def test_a_flip_changes_one_bit() -> None:
     for name, tensor in tensors().items():
         if tensor.numel():
             before = tensor.clone()
-            flip_random_bit([tensor], generator.randrange(2**30))
+            _flip_random_bit([tensor], generator.randrange(2**30))
             old, new = (each.contiguous().view(-1).view(torch.uint8) for each in (before, tensor))
             changed = (old ^ new)[old != new].tolist()
             assert [byte.bit_count() for byte in changed] == [1], name

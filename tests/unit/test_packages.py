@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.slurm.submit import torch_built_for_cpus
+from components.launch.slurm.submit import _torch_built_for_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("bash", "dirname", "uname", "env", "tail")
@@ -176,7 +176,7 @@ def test_invalid_install_settings_are_rejected_in_one_line(
 )
 def test_cpu_build_of_torch_is_detected_without_importing_it(tmp_path: Path, text: str, version: str | None) -> None:
     (tmp_path / "version.py").write_text(text)
-    assert torch_built_for_cpus(tmp_path / "version.py") == version
+    assert _torch_built_for_cpus(tmp_path / "version.py") == version
 
 
 COMPONENTS = Path(__file__).resolve().parents[2] / "components"

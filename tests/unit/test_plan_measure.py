@@ -23,8 +23,8 @@ from components.planning.simulation import (
     SimulatedGroup,
     SimulatedRank,
     SimulatedTraffic,
-    ranks_to_simulate,
-    simulate_ranks,
+    _ranks_to_simulate,
+    _simulate_ranks,
     simulated_config,
 )
 from components.protocol.errors import ConfigError
@@ -173,7 +173,7 @@ RESULT = SimulatedRank(
     ],
 )
 def test_one_rank_of_each_kind_of_stage_is_played(axes: dict[str, Any], world: int, expected: list[int]) -> None:
-    assert ranks_to_simulate(finetune(world=world, **axes), world) == expected
+    assert _ranks_to_simulate(finetune(world=world, **axes), world) == expected
 
 
 def test_result_survives_json() -> None:
@@ -233,4 +233,4 @@ def test_failure_of_a_child_is_a_config_error(monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.setattr(simulation.subprocess, "run", child)
     timeout = 0.5 if "sleep" in program else 60
     with pytest.raises(ConfigError, match=re.escape(message)):
-        simulate_ranks(finetune(world=4, dp_shard=4), 4, [3], timeout)
+        _simulate_ranks(finetune(world=4, dp_shard=4), 4, [3], timeout)

@@ -165,11 +165,11 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Append an item to this list for each pass over the pairs, which returns LOG_PROBS."""
     passes: list[int] = []
 
-    def score_pairs(model: Any, pairs: Pairs, plan: Any) -> torch.Tensor:
+    def _score_pairs(model: Any, pairs: Pairs, plan: Any) -> torch.Tensor:
         passes.append(len(pairs))
         return LOG_PROBS.clone()
 
-    monkeypatch.setattr(reference_model, "score_pairs", score_pairs)
+    monkeypatch.setattr(reference_model, "_score_pairs", _score_pairs)
     monkeypatch.setattr(reference_model.data, "pack_pairs", lambda pairs: pairs)
     monkeypatch.setattr(reference_model.models, "has_adapters", lambda module: False)
     return passes

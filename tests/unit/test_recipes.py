@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.planning.recipe_lines import import_recipe, read_lines
-from components.planning.simulated_step import simulate_step
+from components.planning.simulated_step import _simulate_step
 from components.protocol.errors import ConfigError
 from tests.distributed.simulation_cases import finetune
 from tests.examples import copy_example
@@ -157,7 +157,7 @@ def test_a_copy_is_played_with_its_own_optimizers_and_objective(tmp_path: Path) 
     recipe = copy_of(tmp_path, *OWN)
 
     (simulated,) = run_ranks(
-        1, lambda _: simulate_step(cfg, 1, 0, read_lines(import_recipe(recipe))), init=False, timeout=120
+        1, lambda _: _simulate_step(cfg, 1, 0, read_lines(import_recipe(recipe))), init=False, timeout=120
     )
 
     sizes = {name: each.numel() * 4 for name, each in meta_model(cfg.model.config).named_parameters()}

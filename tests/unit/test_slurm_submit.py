@@ -271,7 +271,7 @@ def test_rejected_job_is_reported_with_every_reason_from_sbatch(lines: list[str]
 def test_cpu_build_of_torch_is_rejected_only_if_the_job_requests_gpus(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], requests_gpus: bool
 ) -> None:
-    monkeypatch.setattr("components.launch.slurm.submit.torch_built_for_cpus", lambda: "2.8.0+cpu")
+    monkeypatch.setattr("components.launch.slurm.submit._torch_built_for_cpus", lambda: "2.8.0+cpu")
     problems = _build_problems(SlurmClusterConfig(procs_per_node="2", **settings))
     assert ["the job requests GPUs" in problem for problem in problems] == [True] * requests_gpus
 

@@ -25,7 +25,7 @@ from components.data.token_store.manifest import (
     write_manifest,
 )
 from components.data.token_store.shards import Shard, ShardFiles
-from components.data.token_store.writer import _densest_windows, layout_of, read_entry, scan_shard, write_shard
+from components.data.token_store.writer import _densest_windows, _scan_shard, layout_of, read_entry, write_shard
 from components.protocol.errors import ConfigError
 from components.storage import tensor_files
 from tests.unit.token_shards import (
@@ -383,7 +383,7 @@ def test_ids_and_documents_equal_those_of_megatron(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", WRITE_AND_READ, str(tmp_path)], env=environment, check=True, timeout=120)
     for name in ("uint16", "int32"):
         path, read = tmp_path / f"{name}.bin", np.load(tmp_path / f"{name}.npz")
-        entry = scan_shard(path, **layout_of(path)._asdict(), document_end=None)
+        entry = _scan_shard(path, **layout_of(path)._asdict(), document_end=None)
         shard = Shard(entry, path, None)
         ids = shard.ids(0, entry.tokens)
         assert np.array_equal(ids, read["ids"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from components.data.token_store.manifest import DENSEST_WINDOWS, Manifest, ShardEntry, ShardFormat, Vocabulary
-from components.data.token_store.writer import layout_of, read_entry, scan_shard, write_shard
+from components.data.token_store.writer import _scan_shard, layout_of, read_entry, write_shard
 
 EOS = 257
 """End-of-text token of the byte tokenizer."""
@@ -61,7 +61,7 @@ def scanned(path: Path, id_bytes: int | None = None, document_end: int | None = 
         assert found is not None
         return found[0]
     layout = layout_of(path, id_bytes)
-    return scan_shard(path, **layout._asdict(), document_end=document_end)
+    return _scan_shard(path, **layout._asdict(), document_end=document_end)
 
 
 def store_of(folder: Path, shards: list[list[list[int]]], id_bytes: int = 2, **values: object) -> Manifest:

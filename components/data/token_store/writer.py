@@ -117,7 +117,7 @@ def _densest_windows(ends: np.ndarray) -> list[int]:
     ]
 
 
-def scan_shard(
+def _scan_shard(
     path: Path,
     *,
     format: ShardFormat,
@@ -169,7 +169,7 @@ def scan_shard(
 def rescanned(path: Path, entry: ShardEntry) -> ShardEntry:
     """Return the entry of the shard at `path`, which has the layout of `entry`, from all of its content."""
     layout = _ShardLayout(entry.format, entry.offset, entry.id_bytes, entry.tokens)
-    return scan_shard(path, **layout._asdict(), document_end=None)
+    return _scan_shard(path, **layout._asdict(), document_end=None)
 
 
 def has_foreign_shards(folder: Path) -> bool:
@@ -206,7 +206,7 @@ def index_folder(
             stored = read_entry(file)
             entry = None if stored is None else stored[0]
         else:
-            entry = scan_shard(file, **layout_of(file, id_bytes)._asdict(), document_end=document_end)
+            entry = _scan_shard(file, **layout_of(file, id_bytes)._asdict(), document_end=document_end)
         if entry is not None:
             entries.append(replace(entry, path=file.name))
             unread.discard(file)

@@ -253,7 +253,7 @@ def _build_problems(cluster: ClusterConfig) -> list[str]:
         "gpu" in name or ("gpu" in value and name.startswith(("gres", "tres")))
         for name, value in resource_options(cluster)
     )
-    version = torch_built_for_cpus() if requests_gpus and cluster.has_same_packages else None
+    version = _torch_built_for_cpus() if requests_gpus and cluster.has_same_packages else None
     if version is None:
         return []
     return [
@@ -262,7 +262,7 @@ def _build_problems(cluster: ClusterConfig) -> list[str]:
     ]
 
 
-def torch_built_for_cpus(version_file: Path | None = None) -> str | None:
+def _torch_built_for_cpus(version_file: Path | None = None) -> str | None:
     """Return torch's version if it was built for CPUs only, else None, without importing torch.
 
     Args:

@@ -182,7 +182,7 @@ def with_reference(
             problem,
         )
     with models.adapters_off(model.module) if without_adapters else nullcontext():
-        log_probs = score_pairs(reference, pairs, run.plan)
+        log_probs = _score_pairs(reference, pairs, run.plan)
     if (wrong := _count_wrong(log_probs)) > 0:
         raise ConfigError(
             f"model.path: the reference model returns no log-probabilities for {wrong:,} of {len(pairs):,} pairs (NaN, "
@@ -195,7 +195,7 @@ def with_reference(
     return data.pack_pairs(pairs.with_values(REFERENCE, log_probs))
 
 
-def score_pairs(model: Prepared, pairs: data.PairedRows, plan: data.BatchPlan) -> torch.Tensor:
+def _score_pairs(model: Prepared, pairs: data.PairedRows, plan: data.BatchPlan) -> torch.Tensor:
     """Return the log-probabilities of the chosen and the rejected answers, (pairs, 2) float64 on the host.
 
     A collective. Each dp rank scores a part of the pairs; the result is the same on every rank.

@@ -71,7 +71,7 @@ def build_distillation(
         return StoredDistillation(cfg, tokenizer, vocabulary)
     teacher = load_teacher(cfg, run, tokenizer, vocabulary)
     model.notes.insert(0, ("teacher", f"{cfg.teacher.path}: {teacher.summary}"))
-    return Distillation(cfg.objective, hidden_states_of(teacher, vocabulary))
+    return Distillation(cfg.objective, _hidden_states_of(teacher, vocabulary))
 
 
 def load_teacher(
@@ -98,7 +98,7 @@ def load_teacher(
     return teacher
 
 
-def hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
+def _hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
     """Return the function that runs a teacher with a loss head on a step's micro-batches.
 
     Args:
