@@ -13,6 +13,7 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
 from components.config.mesh_rules import RECOMPUTE, layout_of
+from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
@@ -92,9 +93,30 @@ def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
     single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
 
     def problems(cfg: FinetuneConfig, refused: Collection[str]) -> list[str]:
-        return problems_before_start(replace(cfg, parallelism=single), 1, refused) if check else []
+        if not check:
+            return []
+        return [*problems_before_start(replace(cfg, parallelism=single), 1, refused), *_reference_problems(cfg)]
 
     return compose_from_command_line("finetune", FinetuneConfig, RECIPES, problems, overrides)
+
+
+def _reference_problems(cfg: FinetuneConfig) -> list[str]:
+    """Return the problems of settings that the reference, a loop in plain PyTorch, does not have."""
+    training, problems = cfg.training, []
+    if not isinstance(cfg.optimizer, AdamWConfig):
+        problems.append(f"optimizer={cfg.optimizer.kind}: the reference supports AdamW only; set optimizer=adamw")
+    if training.neftune_alpha:
+        problems.append(
+            f"training.neftune_alpha={training.neftune_alpha:g}: the reference trains without this noise; set it to 0"
+        )
+    if training.skip_spikes is not None:
+        problems.append(f"training.skip_spikes={training.skip_spikes:g}: the reference skips no update; set it to null")
+    if training.max_steps is None:
+        problems.append(
+            f"training.epochs={training.epochs:g}: the comparison needs the length of the learning-rate schedule in "
+            "steps; set training.max_steps and training.epochs=null"
+        )
+    return problems
 
 
 def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[MeshPlan]:

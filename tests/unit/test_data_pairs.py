@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trl
 
-from components.config.schema.data import BadRows, Overlong, PreferencesDataConfig
+from components.config.schema.data import BadRows, Overlong, PreferencesDataConfig, UnusedKeys
 from components.data import EvalBatches, build_pairs
 from components.data.batches import BatchPlan
 from components.data.labels import build_scored
@@ -93,6 +93,14 @@ def test_template_receives_the_tools_and_the_variables_of_a_row(tmp_path: Path) 
             )
             assert byte_tokenizer().decode(row.input_ids) == text.rstrip("\n")
             assert marked(row.input_ids, row.labels).count("[[") == 1
+
+
+def test_system_column_beside_the_chosen_one_is_named_as_unused(tmp_path: Path) -> None:
+    row = {"prompt": "why?", "chosen": "yes", "rejected": "no", "system": "a", "persona": "b"}
+    pairs = read(tmp_path, [row], system_column="persona", unused_keys=UnusedKeys.report)
+    assert pairs.facts.unused == ["column system"]
+    with pytest.raises(ConfigError, match="data.tools_column=prompt: is also data.prompt_column; the two must differ"):
+        read(tmp_path, [row], tools_column="prompt", prompt_column="prompt")
 
 
 def test_only_turns_after_the_shared_messages_have_a_loss(tmp_path: Path) -> None:

@@ -291,8 +291,8 @@ class PreferencesDataConfig(ScoredDataConfig):
     """Optional column with further variables for the chat template, an object or the same as JSON text; null: none."""
 
     def _problems(self) -> list[str]:
-        values = field_values(self)
-        return RowsDataConfig._problems(self) + distinct_names("data", {key: values[key] for key in self.column_keys})
+        values, keys = field_values(self), (*self.column_keys, "tools_column", "template_kwargs_column")
+        return RowsDataConfig._problems(self) + distinct_names("data", {key: values[key] for key in keys})
 
     @property
     def column_keys(self) -> tuple[str, ...]:

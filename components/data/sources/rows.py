@@ -147,7 +147,8 @@ def columns_optional(cfg: RowsDataConfig) -> list[str]:
         return [SYSTEM]
     if isinstance(cfg, ChatDataConfig | PreferencesDataConfig | PromptsDataConfig):
         tools = [] if cfg.tools_column is None else [cfg.tools_column, FUNCTIONS]
-        return [*tools, SYSTEM, *([] if cfg.template_kwargs_column is None else [cfg.template_kwargs_column])]
+        system = [] if isinstance(cfg, PreferencesDataConfig) else [SYSTEM]  # pairs have data.system_column
+        return [*tools, *system, *([] if cfg.template_kwargs_column is None else [cfg.template_kwargs_column])]
     return []
 
 
