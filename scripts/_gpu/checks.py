@@ -20,19 +20,20 @@ Run = Callable[[str, bool], Iterator[Line]]
 RunRanks = Callable[[str, int, bool], Iterator[Line]]
 """(device, ranks, small) -> lines."""
 SECONDS = {
-    "environment": 25, "kernels": 40, "gradients": 85, "recipe": 60, "full_1b": 70, "lora_8b": 45, "qlora_8b": 45,
+    "environment": 25, "kernels": 40, "gradients": 100, "recipe": 60, "full_1b": 70, "lora_8b": 45, "qlora_8b": 45,
     "bare_loop": 45,
 }  # fmt: skip
 """Check -> its expected duration on one GPU, in their order; after twice the time it is killed."""
 MORE_SECONDS = {
-    "steps": 40, "attention": 25, "loss": 20, "memory": 45, "compiled": 60, "float8": 50, "killed": 60,
+    "steps": 40, "sampling": 60, "grpo": 50, "attention": 25, "loss": 20, "memory": 45, "compiled": 60, "float8": 50,
+    "killed": 60,
 }  # fmt: skip
 """The same for checks that run if they are named, and in rehearsals (--small)."""
 SEVERAL_SECONDS = {"curves": 240, "collectives": 30, "throughput": 120, "stopped_rank": 90, "export": 60}
 """The same for checks of several GPUs."""
 NEEDS_GPU = {"attention", "memory", "float8"}
 """Checks that are skipped on a CPU."""
-STARTS_PROCESSES = {"environment", "recipe", "killed"}
+STARTS_PROCESSES = {"environment", "recipe", "grpo", "killed"}
 """Checks that start processes of their own, in which torch starts."""
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "numpy", "hydra-core", "omegaconf", "peft", "datasets", "gguf",
@@ -42,13 +43,14 @@ PACKAGES = (
 
 def checks() -> dict[str, Run]:
     """Return the checks by name. Imports torch."""
-    from scripts._gpu import gradients, kernels, runs, speed
+    from scripts._gpu import gradients, kernels, runs, sampling, speed
 
     return {
         "environment": environment, "kernels": kernels.kernels, "gradients": gradients.gradients,
         "recipe": runs.recipe, "full_1b": speed.full_1b, "lora_8b": speed.lora_8b, "qlora_8b": speed.qlora_8b,
-        "bare_loop": speed.bare_loop, "steps": gradients.steps, "attention": speed.attention, "loss": speed.loss,
-        "memory": speed.memory, "compiled": speed.compiled, "float8": speed.float8, "killed": runs.killed,
+        "bare_loop": speed.bare_loop, "steps": gradients.steps, "sampling": sampling.sampling, "grpo": runs.grpo,
+        "attention": speed.attention, "loss": speed.loss, "memory": speed.memory, "compiled": speed.compiled,
+        "float8": speed.float8, "killed": runs.killed,
     }  # fmt: skip
 
 

@@ -39,6 +39,26 @@ QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 4, "moe_intermediate_size": 64,
 }  # fmt: skip
 """Each token goes to every expert: rounding cannot change the choice."""
+GPT_OSS: dict[str, Any] = {
+    **TINY, "initializer_range": 0.2, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4,
+    "num_experts_per_tok": 4, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    **TINY, "initializer_range": 0.2, "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 16,
+    "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+QWEN3_5: dict[str, Any] = {
+    **LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {
+    **{key: value for key, value in TINY.items() if key != "num_hidden_layers"}, "initializer_range": 0.2,
+    "model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention"], "head_dim": 16,
+    "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 64,
+}  # fmt: skip
+LFM2: dict[str, Any] = {**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+"""Layers of linear attention, of Mamba-2 and of short convolutions beside attention."""
 FLOAT32: dict[str, Any] = {"dtype": DType.float32, "compute_dtype": DType.float32}
 MIXED: dict[str, Any] = {"dtype": DType.float32, "compute_dtype": DType.bfloat16}
 BF16: dict[str, Any] = {"dtype": DType.bfloat16, "compute_dtype": DType.bfloat16}
@@ -66,11 +86,11 @@ class Case:
     gpu_only: bool = False
 
 
-def _mesh(**keys: Any) -> dict[str, Any]:
+def mesh(**keys: Any) -> dict[str, Any]:
     return {"parallelism": {**SINGLE, **keys}}
 
 
-COMPILED = {"compile": "true"}
+COMPILED, EAGER = {"compile": "true"}, {"attention": "eager"}
 CASES = (
     Case("Llama, float32", LLAMA, FLOAT32, 1e-4),
     Case("Llama, mixed", LLAMA, MIXED, 6e-2),
@@ -79,28 +99,40 @@ CASES = (
     Case("Llama, fused layers, mixed", LLAMA, MIXED, 6e-2, options={"fused": "all"}),
     Case("Llama, compiled, mixed", LLAMA, MIXED, 6e-2, options=COMPILED),
     Case("Llama, compiled, not packed, mixed", LLAMA, MIXED, 6e-2, shape=UNPACKED, options=COMPILED),
-    Case("Llama, fsdp2, mixed", LLAMA, MIXED, 6e-2, options=_mesh(strategy="fsdp2")),
-    Case("Llama, fsdp2, compiled, mixed", LLAMA, MIXED, 6e-2, options={**COMPILED, **_mesh(strategy="fsdp2")}),
-    Case("Llama, full recompute, mixed", LLAMA, MIXED, 6e-2, options=_mesh(activation_checkpointing="full")),
-    Case("Llama, selective recompute, mixed", LLAMA, MIXED, 6e-2, options=_mesh(activation_checkpointing="selective")),
+    Case("Llama, fsdp2, mixed", LLAMA, MIXED, 6e-2, options=mesh(strategy="fsdp2")),
+    Case("Llama, fsdp2, compiled, mixed", LLAMA, MIXED, 6e-2, options={**COMPILED, **mesh(strategy="fsdp2")}),
+    Case("Llama, full recompute, mixed", LLAMA, MIXED, 6e-2, options=mesh(activation_checkpointing="full")),
+    Case("Llama, selective recompute, mixed", LLAMA, MIXED, 6e-2, options=mesh(activation_checkpointing="selective")),
     Case("Gemma 3, float32", GEMMA3, FLOAT32, 1e-4),
     Case("Gemma 3, mixed", GEMMA3, MIXED, 6e-2),
     Case("Gemma 3, compiled, mixed", GEMMA3, MIXED, 6e-2, options=COMPILED),
     Case("Qwen3 MoE, float32", QWEN3_MOE, FLOAT32, 1e-4),
     Case("Qwen3 MoE, mixed", QWEN3_MOE, MIXED, 6e-2),
+    Case("gpt-oss, float32", GPT_OSS, FLOAT32, 1e-4, options=EAGER),
+    Case("gpt-oss, mixed", GPT_OSS, MIXED, 1.5e-1, options=EAGER),
+    Case("DeepSeek V3, float32", DEEPSEEK_V3, FLOAT32, 1e-4),
+    Case("DeepSeek V3, mixed", DEEPSEEK_V3, MIXED, 6e-2),
+    Case("Qwen3.5, float32", QWEN3_5, FLOAT32, 1e-4),
+    Case("Qwen3.5, mixed", QWEN3_5, MIXED, 1e-1),
+    Case("Qwen3.5, compiled, mixed", QWEN3_5, MIXED, 1e-1, options=COMPILED),
+    Case("Nemotron-H, float32", NEMOTRON_H, FLOAT32, 1e-4),
+    Case("Nemotron-H, mixed", NEMOTRON_H, MIXED, 6e-2),
+    Case("LFM2, mixed", LFM2, MIXED, 6e-2),
     Case("Llama, LoRA, mixed", LLAMA, MIXED, 8e-2, "lora"),
     Case("Llama, LoRA, compiled, bfloat16", LLAMA, BF16, 8e-2, "lora", options=COMPILED),
     Case("Llama, QLoRA, float32", LLAMA, FLOAT32, 1e-4, "qlora"),
     Case("Llama, QLoRA, compiled, mixed", LLAMA, MIXED, 8e-2, "qlora", options=COMPILED),
-    Case("Llama, QLoRA, fsdp2, mixed", LLAMA, MIXED, 8e-2, "qlora", options=_mesh(strategy="fsdp2")),
-    Case("Llama, offloaded activations, mixed", LLAMA, MIXED, 6e-2, options=_mesh(activation_offload=True),
+    Case("Llama, QLoRA, fsdp2, mixed", LLAMA, MIXED, 8e-2, "qlora", options=mesh(strategy="fsdp2")),
+    Case("Llama, offloaded activations, mixed", LLAMA, MIXED, 6e-2, options=mesh(activation_offload=True),
          gpu_only=True),
-    Case("Llama, fsdp2, cpu_offload, mixed", LLAMA, MIXED, 6e-2, options=_mesh(strategy="fsdp2", cpu_offload=True),
+    Case("Llama, fsdp2, cpu_offload, mixed", LLAMA, MIXED, 6e-2, options=mesh(strategy="fsdp2", cpu_offload=True),
          gpu_only=True),
 )  # fmt: skip
 REHEARSED = ("Llama, compiled, mixed", "Llama, QLoRA, compiled, mixed")
 """Compiled cases that also run in a rehearsal; compilation takes most of its time."""
-CONTROLLED = ("Llama, float32", "Llama, mixed", "Gemma 3, float32", "Gemma 3, mixed")
+CONTROLLED = tuple(
+    f"{name}, {dtypes}" for name in ("Llama", "Gemma 3", "Qwen3.5", "Nemotron-H") for dtypes in ("float32", "mixed")
+)
 """Cases in which each fault is planted."""
 
 
@@ -119,22 +151,24 @@ def steps(device: str, small: bool) -> Iterator[Line]:
         Case("Llama, not packed", LLAMA, FLOAT64, 1e-10, shape=UNPACKED),
         Case("Gemma 3", GEMMA3, FLOAT64, 1e-10),
         Case("Qwen3 MoE", QWEN3_MOE, FLOAT64, 1e-10),
-        Case("Llama, fsdp2", LLAMA, FLOAT64, 1e-10, options=_mesh(strategy="fsdp2")),
-        Case("Llama, ddp", LLAMA, FLOAT64, 1e-10, options=_mesh(strategy="ddp")),
-        Case("Llama, full recompute", LLAMA, FLOAT64, 1e-10, options=_mesh(activation_checkpointing="full")),
+        Case("DeepSeek V3", DEEPSEEK_V3, FLOAT64, 1e-10),
+        Case("Qwen3.5", QWEN3_5, FLOAT64, 1e-10),
+        Case("Llama, fsdp2", LLAMA, FLOAT64, 1e-10, options=mesh(strategy="fsdp2")),
+        Case("Llama, ddp", LLAMA, FLOAT64, 1e-10, options=mesh(strategy="ddp")),
+        Case("Llama, full recompute", LLAMA, FLOAT64, 1e-10, options=mesh(activation_checkpointing="full")),
         Case("Llama, LoRA", LLAMA, FLOAT64, 1e-10, "lora"),
     ]
     if device == "cuda":
-        offload = _mesh(activation_offload=True)
+        offload = mesh(activation_offload=True)
         cases.append(Case("Llama, offloaded activations", LLAMA, FLOAT64, 1e-10, options=offload))
     for case in cases:
         yield from attempt(case.label, _curves(case, device))
 
 
 def _curves(case: Case, device: str, count: int = 5) -> Iterator[Line]:
-    with _step(case, device, lr=1e-3) as step:
-        model = _reference_model(case)
-        _copy_weights(model, step)
+    with step_of(case, device, lr=1e-3) as step:
+        model = reference_model(case)
+        copy_weights(model, step)
         expected = reference(
             model, lambda number: _samples(step.batches.at(number)), _hyperparameters(step, count)
         ).losses
@@ -147,13 +181,13 @@ def _curves(case: Case, device: str, count: int = 5) -> Iterator[Line]:
 
 def compared(case: Case, device: str) -> Iterator[Line]:
     """Yield the worst gradient of a case, gradients that must be zeros, and the same of each planted fault."""
-    mesh = ParallelismConfig(**case.options.get("parallelism", SINGLE))
-    if problems := torch_problems(PeftConfig(method=case.peft), mesh, mesh.resolve(1)):  # type: ignore[arg-type]
+    axes = ParallelismConfig(**case.options.get("parallelism", SINGLE))
+    if problems := torch_problems(PeftConfig(method=case.peft), axes, axes.resolve(1)):  # type: ignore[arg-type]
         yield skipped(case.label, problems[0])
         return
-    with _step(case, device, lr=1e-30) as step:  # weights stay as they are
-        model = _reference_model(case)
-        _copy_weights(model, step)
+    with step_of(case, device, lr=1e-30) as step:  # weights stay as they are
+        model = reference_model(case)
+        copy_weights(model, step)
         batches = step.batches.at(0)
         curve = reference(model, lambda _: _samples(batches), _hyperparameters(step, 1))
         expected = {_own_name(name): gradient for name, gradient in curve.gradients.items()}
@@ -168,8 +202,10 @@ def compared(case: Case, device: str) -> Iterator[Line]:
             yield at_most(f"{case.label}: gradients that must be zeros", _leak(found), LEAK_BOUND)
         if case.label in CONTROLLED:
             for fault, planted in FAULTS.items():
-                if fault == SHIFTED and case.dtypes is not FLOAT32:
-                    continue  # no gradient that must be zero shows it, and the bound of float32 is the tight one
+                # No gradient that must be zero shows it, and the bound of float32 is the tight one. Nemotron-H has no
+                # positions.
+                if fault == SHIFTED and (case.dtypes is not FLOAT32 or case.config is NEMOTRON_H):
+                    continue
                 with planted(step, batches) as changed:
                     _, wrong = _gradients(step, changed)
                 yield _control_line(f"{case.label}, {fault}", wrong, expected, case.bound)
@@ -187,14 +223,14 @@ def _control_line(what: str, wrong: dict[str, torch.Tensor], expected: dict[str,
 
 def _leak(found: dict[str, torch.Tensor]) -> float:
     """Return the share of the embedding's gradient at tokens whose gradient must be zeros."""
-    gradient = found["model.embed_tokens.weight"]
+    gradient = next(each for name, each in found.items() if name.endswith(("embed_tokens.weight", "embeddings.weight")))
     zeros = gradient[ONLY_SILENT[0] : ONLY_LAST[1]]
     return (zeros.norm() / gradient.norm()).item()
 
 
 @contextmanager
-def _step(case: Case, device: str, lr: float) -> Iterator[TrainingStep]:
-    options = {"router_aux_coef": 0.0} if "num_experts" in case.config else {}
+def step_of(case: Case, device: str, lr: float) -> Iterator[TrainingStep]:
+    options = {"router_aux_coef": 0.0} if {"num_experts", "num_local_experts"} & case.config.keys() else {}
     with training_step(
         case.config, case.shape, device, peft=case.peft, lr=lr, rows=_rows(case.shape), **options, **case.dtypes,
         **case.options,
@@ -254,12 +290,13 @@ def _transformers_model(config: dict[str, Any]) -> nn.Module:
 
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
     built = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(built, dtype=torch.float64, attn_implementation="sdpa")
+    attention = "eager" if built.model_type == "gpt_oss" else "sdpa"  # it has no other
+    model = AutoModelForCausalLM.from_config(built, dtype=torch.float64, attn_implementation=attention)
     compute_in_float64(model)
     return model
 
 
-def _reference_model(case: Case) -> nn.Module:
+def reference_model(case: Case) -> nn.Module:
     """Return transformers' model in float64, with PEFT's adapters, whose second factor is not zero."""
     model = _transformers_model(case.config)
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in case.config.items()}
@@ -292,7 +329,7 @@ def _own_name(name: str) -> str:
 
 
 @torch.no_grad()
-def _copy_weights(model: nn.Module, step: TrainingStep) -> None:
+def copy_weights(model: nn.Module, step: TrainingStep) -> None:
     """Copy the reference's weights into the prepared model, sharded over one rank or not."""
     values = {_own_name(name): parameter for name, parameter in model.named_parameters()}
     for name, parameter in step.model.module.named_parameters():

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from components.launch.machine import usable_cores
-from components.protocol.run_files import CHECKPOINTS, checkpoint_name
+from components.protocol.run_files import CHECKPOINTS, ROLLOUTS, checkpoint_name
+from components.training.answers import Answers
 from scripts._gpu.several import last_line, metrics, run_recipe
 from scripts._gpu.verdict import Line, at_most, control, failed
 
@@ -28,6 +29,18 @@ RATE = 2e-3
 """Learning rate of the runs whose losses are compared."""
 LOSS_BOUND = 1e-4
 """Largest relative difference of a loss in float32 from that of a CPU."""
+
+
+GRPO = [
+    "model=llama_2m", f"training.max_steps={STEPS}", "training.micro_batch_size=16", "training.global_batch_size=32",
+    "training.seq_len=32", "training.eval_every=0", "data.eval_fraction=0.1", "rollouts.group=8",
+    f"optimizer.lr={RATE}", "rollouts.max_new_tokens=8", "checkpoint.export=false", "logging.plot=false",
+    "generation.samples=0",
+]  # fmt: skip
+_DIGITS = """
+def digits(answers):
+    return [sum(each.isdigit() for each in text) / 8 for text in answers]
+"""
 
 
 def recipe(device: str, small: bool) -> Iterator[Line]:
@@ -68,6 +81,42 @@ def recipe(device: str, small: bool) -> Iterator[Line]:
     yield control("1.5 times the learning rate: losses", faster, LOSS_BOUND)
     rounded = _difference(losses["as configured by auto"], on_cpu)
     yield Line("as configured by auto: losses against a CPU's in float32", f"{rounded:.3g}")
+
+
+def grpo(device: str, small: bool) -> Iterator[Line]:
+    """recipes/grpo.py in float64 against the same run on a CPU: equal answers; and as `auto` configures it."""
+    float64 = ["model.dtype=float64", "model.compute_dtype=float64"]
+    runs = {
+        "float64": (device, float64),
+        "as configured by auto": (device, []),
+        "float64, on a CPU": ("cpu", float64),
+        "another seed, on a CPU": ("cpu", [*float64, "run.seed=1"]),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, reward = Path(folder) / "prompts.jsonl", Path(folder) / "mine.py"
+        prompts.write_text("".join(json.dumps({"prompt": f"{number}:"}) + "\n" for number in range(24)))
+        reward.write_text(_DIGITS)
+        settings = [*GRPO, f"data.path={prompts}", f"reward.functions=[{reward}:digits]"]
+        run_dirs = {name: Path(folder) / str(index) for index, name in enumerate(runs)}
+        answers = {}
+        for name, (place, overrides) in runs.items():
+            ended = run_recipe("grpo", run_dirs[name], place, 1, [*settings, *overrides])
+            print(f"--- {name}\n{ended.stdout}", flush=True)
+            if ended.returncode:
+                yield failed(name, last_line(ended))
+                return
+            rewards = [metric["reward"] for metric in metrics(run_dirs[name]) if "reward" in metric]
+            yield Line(f"{name}: first and last mean reward", f"{rewards[0]:.3f}, {rewards[-1]:.3f}")
+            files = sorted((run_dirs[name] / ROLLOUTS).glob("*.safetensors"))
+            answers[name] = [tokens for file in files for tokens in Answers.read(file)[0].tokens]
+    bound = 1e-3
+    differ = {name: _share_of_different(answers[name], answers["float64, on a CPU"]) for name in runs}
+    yield at_most("share of answers that differ from a CPU's", differ["float64"], bound)
+    yield control("another seed: share of answers that differ", differ["another seed, on a CPU"], bound)
+
+
+def _share_of_different(found: list[list[int]], expected: list[list[int]]) -> float:
+    return sum(one != other for one, other in zip(found, expected, strict=True)) / len(expected)
 
 
 def _difference(found: list[float], expected: list[float]) -> float:

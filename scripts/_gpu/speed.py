@@ -83,7 +83,7 @@ def _as_configured(stage: str, config: dict[str, Any], peft: str, rows: Shape, d
         first = step.run(1)["loss"].item()
         yield Line("seconds of the first step", f"{time.perf_counter() - began:.1f}")
         seconds = step.seconds(6, 3)
-        yield _rate("tokens/s", step.tokens / seconds, PREDICTED[stage])
+        yield rate("tokens/s", step.tokens / seconds, PREDICTED[stage])
         numbers = step.run(1)
         at_peak, last = numbers["seconds_at_peak"].item(), numbers["loss"].item()
         yield Line("MFU", f"{at_peak / seconds:.3f}" if at_peak else "unknown for this device")
@@ -98,14 +98,14 @@ def _as_configured(stage: str, config: dict[str, Any], peft: str, rows: Shape, d
                 yield _busy(step)
 
 
-def _rate(what: str, rate: float, predictions: dict[str, int]) -> Line:
+def rate(what: str, value: float, predictions: dict[str, int]) -> Line:
     """Return the line of tokens/s, SLOW below 85 % of the prediction for this device."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     predicted = next((value for key, value in predictions.items() if key in name), None)
     if predicted is None:
-        return Line(what, f"{rate:,.0f}")
-    verdict = at_least(what, rate / predicted, 0.85).verdict
-    return Line(what, f"{rate:,.0f}", "at least 85 % of the prediction", verdict, f"{predicted:,}")
+        return Line(what, f"{value:,.0f}")
+    verdict = at_least(what, value / predicted, 0.85).verdict
+    return Line(what, f"{value:,.0f}", "at least 85 % of the prediction", verdict, f"{predicted:,}")
 
 
 def _peaks(planned: int) -> Iterator[Line]:

@@ -77,8 +77,8 @@ def results(folder: Path) -> list[tuple[str, Line]]:
     return read_lines(folder / "verdict" / "results.jsonl")
 
 
-CHOSEN = select([*SECONDS, *MORE_SECONDS], ["kernels", "attention", "loss"], PARITY)
-CONTROLLED = {"kernels": 36, "gradients": 9, "steps": 1, "recipe": 1}
+CHOSEN = select([*SECONDS, *MORE_SECONDS], ["kernels", "sampling", "attention", "loss"], PARITY)
+CONTROLLED = {"kernels": 36, "gradients": 35, "steps": 1, "recipe": 1, "sampling": 6, "grpo": 1}
 """Checks with controls, planted faults that must be far from the bounds, and how many each has at least."""
 
 

@@ -1,0 +1,118 @@
+"""Sampling on the device: the tokens of many padded rows with a cache, against whole rows on a CPU, and its speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from components import models, training
+from components.conversation import Prompt
+from components.training.evaluation import generation_forward
+from scripts._gpu import gradients
+from scripts._gpu.gradients import FLOAT64, Case
+from scripts._gpu.speed import DEFAULT, SMALL_ROWS, rate
+from scripts._gpu.step import LLAMA_1B, TINY, TrainingStep, synchronize, training_step
+from scripts._gpu.verdict import Line, at_most, attempt, control
+
+CASES = tuple(
+    Case(name, config, FLOAT64, 1e-4, options=options)
+    for name, config, options in (
+        ("Llama", gradients.LLAMA, {}),
+        ("Llama, fsdp2", gradients.LLAMA, gradients.mesh(strategy="fsdp2")),
+        ("Gemma 3", gradients.GEMMA3, {}),
+        ("Qwen3.5", gradients.QWEN3_5, {}),
+        ("Nemotron-H", gradients.NEMOTRON_H, {}),
+        ("DeepSeek V3", gradients.DEEPSEEK_V3, {}),
+    )
+)
+"""The bound is the share of different tokens: float64 leaves none."""
+LENGTHS, TOKENS = (70, 41, 41, 5, 1), 24
+"""Tokens of each prompt, two of which are equal, and of each answer."""
+ROWS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 128, 128
+PREDICTED = {"H200": 19_835, "H100": 19_835}
+"""Sampled tokens/s of LLAMA_1B with ROWS rows: the term "sampling of answers" of `scripts/plan.py --recipe grpo
+model=llama3_2_1b cluster.gpu=h200 training.global_batch_size=64 rollouts.rows=64 rollouts.max_new_tokens=128 --why 1`
+on one GPU, which the launches of kernels bound."""
+
+
+def sampling(device: str, small: bool) -> Iterator[Line]:
+    """Tokens against those of a CPU for each type of cache, and tokens/s of 1B."""
+    for case in CASES:
+        yield from attempt(case.label, _same_tokens(case, device))
+    yield from attempt("tokens/s", _tokens_per_second(device, small))
+
+
+def _same_tokens(case: Case, device: str) -> Iterator[Line]:
+    """Yield the share of tokens that are not those of whole rows on a CPU, one row after another and uncached."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(1, 256, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts[2] = prompts[1]
+    chosen = models.Sampling(temperature=1.0, seed=3, keeps_stop=True)
+    with gradients.step_of(case, device, lr=0.0) as step:
+        reference = gradients.reference_model(case).eval()
+        gradients.copy_weights(reference, step)
+        found = _sampled(step, prompts, TOKENS, chosen, rows=4)
+        padded = _sampled(step, prompts, TOKENS, chosen, rows=4, sees_padding=True)
+    expected = _of_whole_rows(reference, prompts, chosen)
+    what = f"{case.label}: share of tokens that differ from a CPU's"
+    yield at_most(what, _differing(found, expected), case.bound)
+    yield control(f"{what}, padding visible", _differing(padded, expected), case.bound)
+
+
+def _differing(found: list[list[int]], expected: list[list[int]]) -> float:
+    pairs = [pair for each in zip(found, expected, strict=True) for pair in zip(*each, strict=True)]
+    return sum(one != other for one, other in pairs) / len(pairs)
+
+
+def _sampled(
+    step: TrainingStep, prompts: list[list[int]], tokens: int, chosen: models.Sampling, rows: int,
+    sees_padding: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """Return the answers of a prepared model, as in a run of recipes/grpo.py. sees_padding: Plant that fault."""
+    run = training.RunContext(step.model.settings.mesh, step.device)
+    module = step.model.module
+    module.generation_config.eos_token_id = None
+    tokenizer = models.load_tokenizer(step.cfg.model)
+    tokenizer.eos_token = tokenizer.chat_template = None
+    with generation_forward(step.model, run, rows) as forward:
+        if sees_padding:
+            forward = replace(forward, call=lambda attention_mask, **options: module(**options))
+        return models.generate_tokens(
+            module, tokenizer, [Prompt("", each) for each in prompts], tokens, forward, chosen
+        )
+
+
+@torch.no_grad()
+def _of_whole_rows(model: nn.Module, prompts: list[list[int]], chosen: models.Sampling) -> list[list[int]]:
+    answers = []
+    for index, prompt in enumerate(prompts):
+        row, choose = list(prompt), chosen.of_prompt(index)
+        for position in range(TOKENS):
+            logits: Any = model(input_ids=torch.tensor([row]), use_cache=False).logits[:, -1]  # (1, vocabulary)
+            row.append(int(choose(logits, position)))
+        answers.append(row[len(prompt) :])
+    return answers
+
+
+def _tokens_per_second(device: str, small: bool) -> Iterator[Line]:
+    """Yield tokens/s and the peak memory of a model as `auto` configures it, with rows of one length."""
+    config, rows, tokens = (TINY, 4, 8) if small else (LLAMA_1B, ROWS, ANSWER_TOKENS)
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(1, config["vocab_size"], (rows, PROMPT_TOKENS), generator=generator).tolist()
+    chosen = models.Sampling(temperature=1.0, keeps_stop=True)
+    with training_step(config, SMALL_ROWS, device, parallelism=DEFAULT, compile="auto") as step:
+        _sampled(step, prompts, 4, chosen, rows)
+        synchronize(step.device)
+        began = time.perf_counter()
+        answers = _sampled(step, prompts, tokens, chosen, rows)
+        synchronize(step.device)
+        seconds = time.perf_counter() - began
+    yield rate(f"{rows} answers of {tokens} tokens: tokens/s", sum(map(len, answers)) / seconds, PREDICTED)
+    yield Line(
+        f"{rows} answers of {tokens} tokens: milliseconds per token of all rows", f"{1000 * seconds / tokens:.1f}"
+    )
