@@ -50,7 +50,11 @@ def main(cfg: AnswerPromptsConfig) -> None:
         run.begin(model, notes=[*model.notes, *notes])
 
         how = cfg.generation
-        with training.generation_forward(model, run, how.rows) as forward, run.status("answering", total) as advance:
+        longest = max((len(prompt.tokens) for prompt in prompts), default=0) + how.max_new_tokens
+        with (
+            training.generation_forward(model, run, how.rows, longest) as forward,
+            run.status("answering", total) as advance,
+        ):
             at_once = how.rows * forward.share[1]
             for start in range(answered, total, at_once):
                 samples = range(start, min(start + at_once, total))

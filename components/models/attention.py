@@ -45,13 +45,11 @@ from components.models.layers import has_parameters
 from components.protocol.errors import ConfigError
 from components.torch_kernels import cast_by_autocast, supports_varlen
 
-_FALLBACKS = (
-    SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-)  # fmt: skip
-"""torch's kernels, in the order in which they are tried where a preferred one does not support the inputs."""
+_FALLBACKS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""torch's kernels but cuDNN's, in the order in which they are tried if a preferred one does not support the inputs."""
 _NO_KERNEL = ("No available kernel", "No viable backend")
 """Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
-_BACKENDS = {"flash_attention": SDPBackend.FLASH_ATTENTION, "cudnn_attention": SDPBackend.CUDNN_ATTENTION}
+_BACKENDS = {"flash_attention": SDPBackend.FLASH_ATTENTION, "efficient_attention": SDPBackend.EFFICIENT_ATTENTION}
 """Fused kernels of scaled_dot_product_attention that need no mask, by the name that the banner reports."""
 _FA3 = "FlashAttention 3"
 """torch dispatches its flash and varlen operators to this package instead of its own kernels."""
@@ -103,7 +101,7 @@ class ObservedAttention:
     """One kind of attention call: the kernel that torch ran, and its inputs."""
 
     kernel: str
-    """flash_attention, efficient_attention, cudnn_attention, varlen_attn, or math (no fused kernel); "of FA3" where
+    """flash_attention, efficient_attention, varlen_attn, or math (no fused kernel); "of FA3" where
     torch dispatches to another package."""
     head_dim: int
     dtype: torch.dtype

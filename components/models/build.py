@@ -72,7 +72,7 @@ def build_on_meta(
     """Build the causal LM on the meta device, in training mode, with parameters of `cfg.stored_dtype()`.
 
     Only the config is read, and no memory is allocated. Tied parameters are tied. `cfg.config` overrides values of the
-    model's own config.
+    model's own config. From then on attention in this process leaves out cuDNN's kernels.
 
     Args:
         vocab_size: Number of tokens of the tokenizer. It becomes the vocabulary size, rounded up to a multiple of 8,
@@ -109,6 +109,10 @@ def build_on_meta(
         ) from error
     except (ValueError, *_WRONG_VALUES) as error:
         raise ConfigError(_explain_build_error(cfg, config.model_type, error_line(error), labels)) from error
+    # torch prefers them on Hopper and Blackwell. They build a plan for each new length, for up to a second
+    # (https://github.com/modelscope/FunASR/issues/3704), and with a mask their backward may return NaN
+    # (https://github.com/pytorch/pytorch/issues/196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     keep_float32(model)
     if labels is not None:
         return_token_scores(model)

@@ -27,7 +27,7 @@ from components.config.schema.model import CAUSAL_EAGER, CAUSAL_FLASH, CAUSAL_SD
 from components.conversation import Prompt
 from components.json_collectives import all_gather_json
 from components.models.anatomy import transformers_class
-from components.torch_kernels import INCREMENT, hashed, shifted, signed
+from components.torch_kernels import INCREMENT, cast_by_autocast, hashed, shifted, signed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,6 +57,8 @@ class RowsForward:
     keeps_cache: bool = True
     """Whether `call` supports a cache of keys and values. Without one, each row is recomputed for each of its tokens,
     one row after another, by all ranks together."""
+    device: torch.device | None = None
+    """Device of the tokens and the cache; None: that of the model's parameters, which may be offloaded."""
     share: tuple[int, int] = (0, 1)
     """This rank's index among the ranks that divide the rows, and their number."""
     same_rows: dist.ProcessGroup | None = None
@@ -182,7 +184,7 @@ def generate_tokens(
             # Without one (Mamba, RWKV, GPT-1, and pp), rows are recomputed.
             has_cache = "past_key_values" in inspect.signature(transformers_class(model).forward).parameters
             if forward.keeps_cache and has_cache:
-                device = next(model.parameters()).device
+                device = forward.device or next(model.parameters()).device
                 return _in_batches(rows, forward, device, stops, sampling)
             for row in rows:
                 choose = sampling.of_prompt(row.index)
@@ -228,11 +230,7 @@ class _Row:
 
 
 def _in_batches(
-    rows: list[_Row],
-    forward: RowsForward,
-    device: torch.device,
-    stops: Container[int],
-    sampling: Sampling,
+    rows: list[_Row], forward: RowsForward, device: torch.device, stops: Container[int], sampling: Sampling
 ) -> list[list[int]]:
     """Return the answers of all rows on every rank; an empty list if the generation was stopped.
 
@@ -281,8 +279,7 @@ def _of_all_ranks(forward: RowsForward, device: torch.device, *values: float) ->
         return list(values)
     largest = torch.tensor(values, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    found: list[float] = largest.tolist()
-    return found
+    return list(map(float, largest.tolist()))
 
 
 def _continued(
@@ -343,7 +340,10 @@ def _common_prefix(prompts: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values with room for further tokens; transformers' layer copies all of them for each token."""
+    """Keys and values with room for further tokens, in autocast's dtype: rotary embeddings leave keys in float32.
+
+    transformers' layer copies all of them for each token, and so would a cast.
+    """
 
     keys: Any
     values: Any
@@ -351,7 +351,7 @@ class _GrowingLayer(DynamicLayer):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = layer.keys, layer.values
+        self.keys, self.values = cast_by_autocast(layer.keys, layer.values)
         self._room = [self.keys, self.values]
 
     def update(
@@ -462,9 +462,9 @@ def stream_tokens(
         forward: As for `generate`.
     """
     tokens = list(tokens)
-    device = next(model.parameters()).device
     start = len(tokens)
     forward = forward or RowsForward(model)
+    device = forward.device or next(model.parameters()).device
     cache = None
     while len(tokens) < start + max_new_tokens and not (forward.stopped is not None and forward.stopped()):
         cached = 0 if cache is None else cache.get_seq_length()

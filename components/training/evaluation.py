@@ -29,8 +29,9 @@ from components.training.objectives.cross_entropy import log_softmax, upcast
 from components.training.prepared import Prepared
 from components.training.step import autocast, forward_loss, local_batch, score_for, score_tokens, weights_of_rows
 
-_FREE_SHARE = 0.5
-"""Maximum fraction of a rank's free memory for unsharded weights, so that generation does not set the run's peak."""
+_FREE_SHARE, _FILLED_SHARE = 0.5, 0.9
+"""Maximum fractions of a rank's free memory for unsharded weights, so that generation does not set the run's peak, and
+for these with the keys and values of all rows."""
 _GIB = 2**30
 _GREEDY_LOSS = math.log(2) / 2
 """A token that is not the most likely one has at most half of the probability: a loss of at least log(2)."""
@@ -168,9 +169,10 @@ def show_generations(
         turns = data.prompts_of_calls(held_out, cfg.tool_calls)
     if not prompts and not turns:
         return
+    longest = max(len(prompt.tokens) for prompt in (*prompts, *turns)) + cfg.max_new_tokens
     with (
         model.with_weights(model.evaluates_average),
-        generation_forward(model, run, cfg.rows) as forward,
+        generation_forward(model, run, cfg.rows, longest) as forward,
         run.status("generating", cfg.max_new_tokens * -(-(len(prompts) + len(turns)) // forward.share[1])) as advance,
     ):
 
@@ -247,16 +249,17 @@ def _free_memory(device: torch.device) -> int:
 
 @contextmanager
 def generation_forward(
-    model: Prepared, run: RunContext, rows: int, *, reports: bool = True
+    model: Prepared, run: RunContext, rows: int, tokens: int, *, reports: bool = True
 ) -> Iterator[models.RowsForward]:
     """Context of a forward for generation; the ranks divide prompts over dp and cp. A collective.
 
-    FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, else
-    for every token; a line reports which. Under tp no rank divides sequences. Under pp all ranks generate one answer
-    after another, and weights are gathered for every token.
+    FSDP2 gathers the weights once for all tokens if they fit in `_FREE_SHARE` of the free memory of every rank, with
+    the keys and values in `_FILLED_SHARE` of it, else for every token; a line reports which. Under tp no rank divides
+    sequences. Under pp all ranks generate one answer after another, and weights are gathered for every token.
 
     Args:
         rows: Most answers that a rank generates at once.
+        tokens: Most tokens of a prompt with its answer.
         reports: Whether to print the line.
     """
     mesh = run.mesh
@@ -266,12 +269,14 @@ def generation_forward(
         if model.pipeline is not None:
             yield models.RowsForward(model.pipeline.logits, keeps_cache=False, stopped=run.agreed_to_stop)
             return
-        gathered = _gathers_once(model, run if reports else RunContext(run.mesh, run.device))
+        cache = rows * tokens * _cache_bytes(model, mesh.size("tp"))
+        gathered = _gathers_once(model, cache, run if reports else RunContext(run.mesh, run.device))
         if gathered:
             stack.enter_context(distributed.unshard_fsdp2_model(model.module))
         yield models.RowsForward(
             call=model.module,
             rows=rows,
+            device=model.settings.device,
             share=(mesh.rank("dp_cp"), mesh.size("dp_cp")),
             same_rows=mesh["tp"].get_group() if mesh.size("tp") > 1 else None,
             lockstep=mesh.size("ep") > 1 or not gathered,
@@ -279,20 +284,30 @@ def generation_forward(
         )
 
 
-def _gathers_once(model: Prepared, run: RunContext) -> bool:
-    """Return whether FSDP2's weights fit into memory at once, the same on all ranks; report it. True without FSDP2."""
+def _cache_bytes(model: Prepared, tp: int) -> int:
+    """Return the bytes of the keys and values of a token on this rank; layers with a window count like the others."""
+    config = model.module.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    kinds = model.anatomy.kinds if model.anatomy is not None else ("",) * config.num_hidden_layers
+    layers = sum(kind not in ("linear_attention", "conv", "mlp", "moe") for kind in kinds)
+    return int(2 * layers * max(1, key_heads // tp) * width * (model.compute_dtype or model.module.dtype).itemsize)
+
+
+def _gathers_once(model: Prepared, cache: int, run: RunContext) -> bool:
+    """Return whether FSDP2's weights fit into memory at once beside `cache` bytes, the same on all ranks; report it.
+
+    True without FSDP2.
+    """
     needed = distributed.unsharded_bytes(model.module)
     figures = all_gather_json([needed, _free_memory(model.settings.device)])
     if not any(needed for needed, _ in figures):
         return True
     needed, free = max(figures, key=lambda each: each[0] / max(each[1], 1))  # of the fullest rank
-    fits: bool = needed <= _FREE_SHARE * free
-    if fits:
-        run.print(f"generation: weights gathered once ({needed / _GIB:.2f} GiB of {free / _GIB:.2f} GiB free)")
-    else:
-        run.print(
-            f"generation: weights gathered per token (at once {needed / _GIB:.2f} GiB; {free / _GIB:.2f} GiB free)"
-        )
+    fits: bool = needed <= _FREE_SHARE * free and needed + cache <= _FILLED_SHARE * free
+    sizes = f"{needed / _GIB:.2f} GiB, keys and values up to {cache / _GIB:.2f} GiB; {free / _GIB:.2f} GiB free"
+    run.print(f"generation: weights gathered {'once' if fits else 'for each token'} ({sizes})")
     return fits
 
 

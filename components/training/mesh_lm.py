@@ -165,7 +165,8 @@ class MeshLM(TemplateLM):
             )
             together.setdefault((longest, sampling), []).append(index)
 
-        with generation_forward(self._model, self._run, self._batches.rows or _ROWS) as forward:
+        rows = self._batches.rows or _ROWS
+        with generation_forward(self._model, self._run, rows, self._max_length) as forward:
             for (longest, sampling), indices in together.items():
                 chosen = [prompts[index] for index in indices]
 

@@ -229,7 +229,7 @@ class Rollouts:
         reports = not self._stops
         self._stops = self._stops or models.stop_tokens(model.module, self._tokenizer)
         with (
-            generation_forward(model, run, cfg.rows, reports=reports) as forward,
+            generation_forward(model, run, cfg.rows, self._cfg.training.seq_len, reports=reports) as forward,
             run.status("sampling", cfg.max_new_tokens * -(-len(repeated) // forward.share[1])) as advance,
         ):
 

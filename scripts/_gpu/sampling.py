@@ -79,7 +79,8 @@ def _sampled(
     module.generation_config.eos_token_id = None
     tokenizer = models.load_tokenizer(step.cfg.model)
     tokenizer.eos_token = tokenizer.chat_template = None
-    with generation_forward(step.model, run, rows) as forward:
+    longest = max(map(len, prompts)) + tokens
+    with generation_forward(step.model, run, rows, longest) as forward:
         if sees_padding:
             forward = replace(forward, call=lambda attention_mask, **options: module(**options))
         return models.generate_tokens(

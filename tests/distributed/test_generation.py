@@ -146,7 +146,7 @@ def on_mesh(model: Any, mesh: str) -> tuple[training.Prepared, training.RunConte
 def answers_on(
     model: training.Prepared, run: training.RunContext, prompts: list[Prompt], sampling: models.Sampling, rows: int
 ) -> list[list[int]]:
-    with evaluation.generation_forward(model, run, rows) as forward:
+    with evaluation.generation_forward(model, run, rows, TOKENS) as forward:
         tokenizer: Any = None
         return models.generate_tokens(model.module, tokenizer, prompts, TOKENS, forward, sampling=sampling)
 
@@ -255,7 +255,7 @@ def test_a_rank_whose_rows_end_first_waits_for_the_others(mesh: str) -> None:
     def body(rank: int) -> tuple[list[list[int]], int]:
         prepared, run = on_mesh(model, mesh)
         evaluation._free_memory = lambda device: 0
-        with evaluation.generation_forward(prepared, run, rows=8) as forward:
+        with evaluation.generation_forward(prepared, run, rows=8, tokens=TOKENS) as forward:
             tokenizer: Any = None
             forwards: list[int] = []
 
@@ -301,10 +301,10 @@ def test_weights_are_gathered_once_or_for_every_token_as_memory_allows(world: in
         prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in ("*7 1,", "the longer one")]
         run.model.generation_config.eos_token_id = None
         needed, lines, calls, answers = distributed.unsharded_bytes(run.model), [], [], []
-        for free in (2 * needed - 1, 2**40):
+        for rows, free in ((32, 2 * needed - 1), (2**32, 2**40), (32, 2**40)):
             prepared, recorder = training.Prepared(run.model, run.settings, run.replica, run.config), Recorder(run)
             evaluation._free_memory = lambda device, free=free: free
-            cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS)
+            cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS, rows=rows)
             with record_traffic() as traffic:
                 training.show_generations(prepared, tokenizer, SimpleNamespace(prompts=prompts), cfg, recorder)
             gathers = sum(each.calls for (_, name), each in traffic.volumes.items() if name == "all_gather")
@@ -314,15 +314,16 @@ def test_weights_are_gathered_once_or_for_every_token_as_memory_allows(world: in
         for name, value in before.items():
             assert torch.equal(run.model.get_parameter(name).to_local(), value), name
         assert all(group.is_sharded for unit in _fsdp_units(run.model) for group in param_groups(unit))
-        assert answers[0] == answers[1]
+        assert answers[0] == answers[1] == answers[2]
         assert [prompt for prompt, _ in answers[0]] == ["*7 1,", "the longer one"]
-        assert lines[1] == "generation: weights gathered once (0.00 GiB of 1024.00 GiB free)"
-        assert lines[0].startswith("generation: weights gathered per token (at once 0.00 GiB")
+        assert all(line.startswith("generation: weights gathered for each token (") for line in lines[:2])
+        assert lines[2].startswith("generation: weights gathered once (")
+        assert lines[2].endswith("(0.00 GiB, keys and values up to 0.00 GiB; 1024.00 GiB free)")
         if world == 2:
             # The root has no parameters; the last layer and the norm with the head stay gathered.
             freed = len(_fsdp_units(run.model)) - 3
             # Four gathers are those of the choice and of the answers.
-            assert calls == [4 + 2 + TOKENS * freed, 4 + freed], calls
+            assert calls == [4 + 2 + TOKENS * freed, 4 + TOKENS * freed, 4 + freed], calls
 
     run_ranks(world, body, timeout=120)
 

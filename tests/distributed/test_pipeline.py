@@ -222,7 +222,7 @@ def results_on(run: Run, cfg: ModelConfig) -> Results:
         prepared = training.Prepared(run.model, run.settings, run.replica, run.config)
         loss = training.evaluate(prepared, held_out).loss
         results.losses.append(loss)
-        with generation_forward(prepared, training.RunContext(run.mesh, run.settings.device), rows=2) as forward:
+        with generation_forward(prepared, training.RunContext(run.mesh, run.settings.device), 2, 32) as forward:
             results.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
             if step == 0:
                 sampled = models.generate(run.model, tokenizer, PROMPTS[:1], NEW_TOKENS, forward, sampling=SAMPLING)

@@ -23,7 +23,10 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.optimizer import AdamW8bitConfig, LionConfig, MuonConfig, NorMuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
+from components.conversation import Prompt
+from components.models import generation
 from components.planning.fake_rank import StorageTracker
+from components.training import evaluation
 from components.training.attempt import GarbageCollection
 from components.training.optimizers.gradients import SpikeWindow
 from components.training.prepared import EmbeddingNoise
@@ -140,7 +143,7 @@ def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | N
         models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     if cfg.parallelism.activation_offload:
         models.offload_activations(model, CUDA, smallest=1)
-    models.materialize(model, CUDA)
+    models.materialize(model, CUDA, offload=cfg.parallelism.cpu_offload)
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     settings = training.StepSettings(
         device=CUDA,
@@ -179,7 +182,7 @@ def values_read() -> Iterator[list[torch.Tensor]]:
 
     def tolist(tensor: torch.Tensor) -> list[float]:
         read.append(tensor)
-        return [0.0] * len(tensor)
+        return [0.0 if tensor.is_floating_point() else 0] * len(tensor)
 
     original = FakeTensor.tolist
     FakeTensor.tolist = tolist
@@ -249,6 +252,39 @@ def step(
         "seq": seq_len,
         "peak": None if peak is None else peak.bytes,
         "peak_operator": None if peak is None else peak.operator,
+    }
+
+
+def sample(axes: dict[str, Any], world: int = 1, *, model: dict[str, Any], gathers: bool = True) -> dict[str, Any]:
+    """Sample two answers of 8 tokens, one padded; return how many values were read, and where and in what the cache is.
+
+    gathers: Whether FSDP2 gathers the weights once for all tokens.
+    """
+    cfg, caches = config_of(model, axes), []
+    evaluation._gathers_once = lambda *_: gathers
+    generation._of_all_ranks = lambda forward, device, *values: list(values)  # there are no other ranks
+    with fake_run(cfg, world) as run, values_read() as read:
+        settings = run.model.settings
+        context = training.RunContext(settings.mesh, CUDA)
+        tokenizer, ranks = models.load_tokenizer(cfg.model), settings.mesh.size("dp_cp")
+        prompts = [Prompt("", [1] * length) for length in (40, 21) for _ in range(ranks)]  # two of this rank
+
+        def call(**inputs: Any) -> Any:
+            output = run.model.module(**inputs)
+            caches.append(output.past_key_values)
+            return output
+
+        with training.generation_forward(run.model, context, 64, 48) as forward:
+            chosen = models.Sampling(1.0, keeps_stop=True)
+            answers = models.generate_tokens(
+                run.model.module, tokenizer, prompts, 8, replace(forward, call=call), chosen
+            )
+    tensors = [each for layer in caches[-1].layers for each in (layer.keys, layer.values)]
+    return {
+        "lengths": [len(each) for each in answers if each],
+        "reads": len(read),
+        "dtypes": sorted({str(each.dtype) for each in tensors}),
+        "devices": sorted({each.device.type for each in tensors}),
     }
 
 

@@ -30,7 +30,7 @@ from tests.harness import run_ranks
 from tests.tiny_models import SIZES, VOCAB
 
 CPU = torch.device("cpu")
-FLASH, CUDNN = "flash_attention", "cudnn_attention"
+FLASH, EFFICIENT = "flash_attention", "efficient_attention"
 ROWS = torch.arange(3, 35).reshape(2, 16)
 BATCH = Batch.from_labels(ROWS, ROWS)
 
@@ -182,10 +182,14 @@ def _restored_interface() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("rates", "chosen", "reason"),
     [
-        ({FLASH: 350.0, CUDNN: 560.0, _FA3: "flash_attn_interface is not installed"}, CUDNN, "chosen by measurement"),
-        ({FLASH: 350.0, CUDNN: 360.0, _FA3: 610.0}, _FA3, "chosen by measurement"),
-        ({FLASH: 350.0, CUDNN: 360.0, _FA3: "it needs a Hopper GPU"}, FLASH, "torch's default kept"),
-        ({FLASH: "out of memory", CUDNN: "No available kernel"}, FLASH, "torch's default kept"),
+        (
+            {FLASH: 350.0, EFFICIENT: 560.0, _FA3: "flash_attn_interface is not installed"},
+            EFFICIENT,
+            "chosen by measurement",
+        ),
+        ({FLASH: 350.0, EFFICIENT: 360.0, _FA3: 610.0}, _FA3, "chosen by measurement"),
+        ({FLASH: 350.0, EFFICIENT: 360.0, _FA3: "it needs a Hopper GPU"}, FLASH, "torch's default kept"),
+        ({FLASH: "out of memory", EFFICIENT: "No available kernel"}, FLASH, "torch's default kept"),
     ],
 )
 def test_fastest_kernel_is_chosen_if_it_gains_five_percent(rates: Any, chosen: str, reason: str) -> None:
@@ -194,6 +198,23 @@ def test_fastest_kernel_is_chosen_if_it_gains_five_percent(rates: Any, chosen: s
     assert line.startswith(f"attention kernel: {chosen}, {reason} (flash_attention")
     assert all((f"{name} {rate:,.0f}" if isinstance(rate, float) else f"{name}: {rate}") in line
                for name, rate in rates.items())  # fmt: skip
+
+
+def test_cudnn_takes_part_in_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a model nor by the choice of a kernel, which restores what was enabled."""
+    torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default
+    model, enabled, original = initialized_model(config("sdpa")), [], attention.sdpa_attention_forward
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", observed)
+    model(ROWS)
+    attention.use_kernel(EFFICIENT)
+    model(ROWS)
+    assert not any([*enabled, torch.backends.cuda.cudnn_sdp_enabled()])
+    assert len(enabled) >= 2
 
 
 def test_flops_of_a_call_are_those_of_its_causal_part() -> None:
@@ -229,9 +250,9 @@ def test_preferred_kernel_is_tried_first_where_there_is_no_mask(monkeypatch: pyt
     model = initialized_model(config("sdpa", **values))
     before = orders_of(monkeypatch, lambda: model(ROWS))
     expected = model(ROWS).logits
-    attention.use_kernel(CUDNN)
-    assert orders_of(monkeypatch, lambda: model(ROWS)) == [(True, before[0][1]), (False, "CUDNN_ATTENTION")]
-    assert before[1][1] != "CUDNN_ATTENTION"
+    attention.use_kernel(EFFICIENT)
+    assert orders_of(monkeypatch, lambda: model(ROWS)) == [(True, before[0][1]), (False, "EFFICIENT_ATTENTION")]
+    assert before[1][1] != "EFFICIENT_ATTENTION"
     assert model(ROWS).logits.equal(expected)  # a CPU has no such kernel: the next one that supports the inputs
     models.compile_layers(model, backend="aot_eager")  # without a graph break
     torch.testing.assert_close(model(ROWS).logits, expected)
@@ -244,7 +265,7 @@ def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.
     prepared = training.Prepared(model, StepSettings(CPU))
 
     def on_rank(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
-        rates = {FLASH: 300.0, CUDNN: 500.0 if rank == 0 else 100.0}
+        rates = {FLASH: 300.0, EFFICIENT: 500.0 if rank == 0 else 100.0}
         monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **rates})
         lines = training.check_kernels(prepared, cfg, lambda step: [BATCH])
         return lines, orders_of(monkeypatch, lambda: model(ROWS))
@@ -253,15 +274,17 @@ def test_all_ranks_use_the_kernel_that_rank_0_found_fastest(monkeypatch: pytest.
     assert ranks[0] == ranks[1]
     lines, orders = ranks[0]
     assert lines[0].startswith("attention: sdpa, observed as torch's")
-    assert lines[1].startswith("attention kernel: cudnn_attention, chosen by measurement (")
-    assert {order for _, order in orders} == {"CUDNN_ATTENTION"}
+    assert lines[1].startswith("attention kernel: efficient_attention, chosen by measurement (")
+    assert {order for _, order in orders} == {"EFFICIENT_ATTENTION"}
 
 
-@pytest.mark.parametrize(("saved", "used"), [(CUDNN, CUDNN), (FLASH, FLASH), (_FA3, CUDNN), ("math", CUDNN)])
+@pytest.mark.parametrize(
+    ("saved", "used"), [(EFFICIENT, EFFICIENT), (FLASH, FLASH), (_FA3, EFFICIENT), ("math", EFFICIENT)]
+)
 def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch, saved: str, used: str) -> None:
     """Unless this machine does not have it: then the kernels are measured again."""
     monkeypatch.setattr(preparation, "_can_measure", lambda device: True)
-    measured = {CUDNN: 500.0} if used != saved else {FLASH: 900.0, CUDNN: 1.0}
+    measured = {EFFICIENT: 500.0} if used != saved else {FLASH: 900.0, EFFICIENT: 1.0}
     monkeypatch.setattr(attention, "measure_kernels", lambda call, default: {default: 300.0, **measured})
     cfg = config("sdpa")
     model = initialized_model(cfg)
@@ -273,9 +296,9 @@ def test_resumed_run_uses_the_kernel_of_its_checkpoint(monkeypatch: pytest.Monke
     reason = "that of the checkpoint" if used == saved else "chosen by measurement ("
     assert line.startswith(f"attention kernel: {used}, {reason}")
     assert state.attention_kernel == used
-    first = "CUDNN_ATTENTION" if used == CUDNN else "FLASH_ATTENTION"
+    first = "EFFICIENT_ATTENTION" if used == EFFICIENT else "FLASH_ATTENTION"
     assert {order for _, order in orders_of(monkeypatch, lambda: model(ROWS))} == {first}
-    assert {order for _, order in before} != {"CUDNN_ATTENTION"}
+    assert {order for _, order in before} != {"EFFICIENT_ATTENTION"}
 
 
 def test_nothing_is_measured_without_a_gpu_or_in_deterministic_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,14 +310,14 @@ def test_nothing_is_measured_without_a_gpu_or_in_deterministic_runs(monkeypatch:
 
 
 def test_kernels_are_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU without synchronization: torch's own kernel has a rate, and cuDNN's a reason."""
+    """On a CPU without synchronization: torch's own kernel has a rate, and the other a reason."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     call = observed_call(scaled_dot_product_attention, tensors, {"is_causal": True})
     rates = attention.measure_kernels(call, FLASH)
     assert isinstance(rates[FLASH], float)
     assert rates[FLASH] > 0
-    assert isinstance(rates[CUDNN], str)
+    assert isinstance(rates[EFFICIENT], str)
     assert rates[_FA3] == "flash_attn_interface is not installed"
     with sdpa_kernel(SDPBackend.MATH):  # restored afterwards
         assert isinstance(attention.measure_kernels(call, "math")["math"], float)
