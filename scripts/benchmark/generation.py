@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components import models
+from components import distributed, models
 from components.config.schema.model import ModelConfig
 from components.conversation import Prompt
 from components.json_collectives import this_rank, world_size
@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        distributed.start_process_group(options.device)  # sets the GPU of this rank
     cfg = ModelConfig(path=options.model, dtype=options.dtype, compute_dtype=options.dtype)
     tokenizer = models.load_tokenizer(cfg)
     model: Any = models.build_on_meta(cfg, len(tokenizer))
