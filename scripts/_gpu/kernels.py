@@ -38,10 +38,10 @@ LEAK_BOUND = 1e-6
 
 
 def kernels(device: str, small: bool) -> Iterator[Line]:
-    """Norms, rotary embeddings, SwiGLU, the loss, adapters, 4-bit weights, optimizers and attention."""
+    """Norms, rotary embeddings, SwiGLU, the loss, adapters, 4-bit weights, optimizers, experts and attention."""
     parts: dict[str, Callable[[torch.device, bool], Iterator[Line]]] = {
         "fused layers": fused_layers, "chunked loss": chunked_loss, "LoRA product": lora_product, "NF4": four_bits,
-        "AdamW": adamw, "SGD": masked_sgd, "attention": attention, "attention of cp": gathered_keys,
+        "AdamW": adamw, "SGD": masked_sgd, "experts": experts, "attention": attention, "attention of cp": gathered_keys,
     }  # fmt: skip
     for what, part in parts.items():
         yield from attempt(what, part(torch.device(device), small))
@@ -235,6 +235,31 @@ def masked_sgd(device: torch.device, small: bool) -> Iterator[Line]:
     # 1 - 0.1, the same, then with a momentum of 1.9
     difference = max(abs(found - exact) for found, exact in zip(values, (0.9, 0.9, 0.71), strict=True))
     yield at_most("masked SGD: error of three steps, the second skipped", difference, 1e-6)
+
+
+def experts(device: torch.device, small: bool) -> Iterator[Line]:
+    """The grouped product of experts, two of which have no tokens: their gradients must be zeros.
+
+    Memory that was freed holds NaN, which a kernel that leaves them unwritten would show.
+    """
+    from transformers.integrations.moe import _grouped_mm
+
+    counts, rows, columns = (96, 0, 31, 0, 129), 64, 96
+    generator, ends = torch.Generator().manual_seed(0), torch.tensor(counts).cumsum(0).int()
+
+    def exact(tokens: torch.Tensor, weights: torch.Tensor, shift: int = 0) -> torch.Tensor:
+        parts = [part @ weights[index - shift] for index, part in enumerate(tokens.split(counts))]
+        return torch.cat(parts)
+
+    def run(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for shape in (tokens.shape, weights.shape, (len(tokens), columns)):
+            torch.full(shape, math.nan, dtype=tokens.dtype, device=device)
+        return _grouped_mm(tokens, weights, offs=ends.to(device))
+
+    fault = ("the expert before", lambda tokens, weights: exact(tokens, weights, 1))
+    inputs = [_draw(generator, sum(counts), rows), _draw(generator, len(counts), rows, columns)]
+    bounds = {dtype: bound for dtype, bound in BOUNDS.items() if dtype != torch.float64}
+    yield from compare("grouped product of experts", device, run, exact, fault, (inputs, []), bounds)
 
 
 class Case(NamedTuple):

@@ -78,7 +78,7 @@ def results(folder: Path) -> list[tuple[str, Line]]:
 
 
 CHOSEN = select([*SECONDS, *MORE_SECONDS], ["kernels", "sampling", "attention", "loss"], PARITY)
-CONTROLLED = {"kernels": 36, "gradients": 35, "steps": 1, "recipe": 1, "sampling": 6, "grpo": 1}
+CONTROLLED = {"kernels": 37, "gradients": 35, "steps": 1, "recipe": 1, "sampling": 9, "grpo": 1}
 """Checks with controls, planted faults that must be far from the bounds, and how many each has at least."""
 
 
