@@ -214,7 +214,7 @@ class Pipeline:
         )
         if hasattr(torch_stage, "_validate_fwd_outputs"):
             # That of torch 2.11 compares strides too, which differ for a slice of a vocabulary that tp pads.
-            torch_stage._validate_fwd_outputs = partial(_check_outputs, torch_stage)
+            torch_stage._validate_fwd_outputs = partial(_check_outputs, torch_stage, last)
         return torch_stage
 
     def _loss_of_output(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -328,9 +328,15 @@ def _skip_first_exchange(schedule: Any, stages: Sequence[Any]) -> None:
             stage._get_init_p2p_neighbors_ops = list
 
 
-def _check_outputs(stage: Any, outputs: tuple[torch.Tensor, ...]) -> None:
-    """Raise RuntimeError if the outputs of a stage differ in shape or dtype from those that it was built with."""
-    expected, found = ([(*each.shape, each.dtype) for each in part] for part in (stage.get_outputs_meta(), outputs))
+def _check_outputs(stage: Any, last: bool, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise RuntimeError if the outputs of a stage differ in shape or dtype from those that it was built with.
+
+    The last stage sends its outputs to no other, and a model may return logits in float32.
+    """
+    expected, found = (
+        [(*each.shape, *([] if last else [each.dtype])) for each in part]
+        for part in (stage.get_outputs_meta(), outputs)
+    )
     if found != expected:
         raise RuntimeError(f"stage {stage.stage_index} of the pipeline returned {found} instead of {expected}")
 

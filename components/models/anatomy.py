@@ -27,6 +27,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' layer types with causal attention: to all earlier tokens, or to those within a window."""
 MIXING = ("linear_attention", "conv", "hybrid")
 """transformers' layer types that mix tokens by a convolution or a recurrence; hybrid: beside full attention."""
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of the tensors that transformers' routers add to the scores of experts for their choice."""
 WITHOUT_MASK = (*MIXING, "mlp", "moe")
 """Layer types that need no mask, in families of `MIXERS`; mlp and moe: an MLP only (Nemotron-H)."""
 _LAYER_COUNTS = {
@@ -269,8 +271,13 @@ def encoder_parameters(model: nn.Module) -> set[str]:
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return the pattern of the names of tensors that stay in float32 when the model is loaded in `dtype`, if any."""
-    plan = model._get_dtype_plan(dtype)  # a private method; `from_pretrained` searches for its keys in names
+    """Return the pattern of the names of tensors that stay in float32 when the model is loaded in `dtype`, if any.
+
+    Those of transformers, and biases that balance experts: some classes do not list them, but 16 bits of a bias do not
+    change by the rate of `model.router_bias_rate`.
+    """
+    plan = [*model._get_dtype_plan(dtype)]  # a private method; `from_pretrained` searches for its keys in names
+    plan += [rf"\b{name}$" for name in ROUTER_BIASES if dtype.itemsize == 2]
     return re.compile("|".join(each.replace("*", ".*") for each in plan)) if plan else None
 
 

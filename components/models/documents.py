@@ -12,7 +12,6 @@ divides rows. Without either keyword it is transformers' own.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
 import sys
@@ -31,22 +30,20 @@ from components.torch_kernels import has_grouped_queries
 
 @dataclass(frozen=True, slots=True)
 class _Mixing:
-    """A function that mixes tokens: which of its arguments have a value per token, and the package of its kernel."""
+    """A function that mixes tokens: which of its arguments have a value per token."""
 
     tensors: tuple[str, ...]
     """Parameters with a sequence dim. The function returns such a tensor, or a tuple of it and the last state."""
     dim: int
     """Sequence dim of these tensors and of the output."""
-    package: str
-    """Package that computes it by a kernel on a GPU."""
 
 
-_DELTA_RULE = _Mixing(("query", "key", "value", "g", "beta"), 1, "fla")
+_DELTA_RULE = _Mixing(("query", "key", "value", "g", "beta"), 1)
 _FUNCTIONS: Mapping[str, _Mixing] = {
-    CONVOLUTION: _Mixing(("hidden_states",), 2, "causal_conv1d"),
+    CONVOLUTION: _Mixing(("hidden_states",), 2),
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
-    "mamba2_chunk_scan": _Mixing(("hidden_states", "dt", "B", "C"), 1, "mamba_ssm"),
+    "mamba2_chunk_scan": _Mixing(("hidden_states", "dt", "B", "C"), 1),
 }
 """Name of a function in transformers' modeling files -> its arguments."""
 
@@ -71,7 +68,10 @@ class Documents:
         """Whether any attention has read the bounds."""
         self.mixed_by: set[str] = set()
         """Functions of linear layers that have kept the documents apart."""
+        self._host_bounds: list[list[int]] = []
         self._spans: list[list[tuple[int, int]]] = []
+        self._whole: tuple[Documents, int, int] | None = None
+        """Of a window: the documents of whole rows, and where it begins and ends."""
         self._filled_ends: torch.Tensor | None = None
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._chunks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -79,9 +79,18 @@ class Documents:
     def spans(self) -> list[list[tuple[int, int]]]:
         """Return the start and end of each document that is not empty, by row. The first call waits for the device."""
         if not self._spans:
-            for bounds in self.bounds.tolist():
+            for bounds in self._bounds_on_host():
                 self._spans.append([span for span in itertools.pairwise(bounds) if span[0] < span[1]])
         return self._spans
+
+    def _bounds_on_host(self) -> list[list[int]]:
+        if not self._host_bounds and self._whole is None:
+            self._host_bounds = self.bounds.tolist()
+        elif not self._host_bounds and self._whole is not None:
+            whole, first, end = self._whole
+            for bounds in whole._bounds_on_host():
+                self._host_bounds.append([0, *(min(max(bound, first), end) - first for bound in bounds)])
+        return self._host_bounds
 
     def window(self, first: int, end: int) -> Documents:
         """Return the documents within the positions from `first` to `end` of each row.
@@ -89,7 +98,9 @@ class Documents:
         Positions before the row, from a negative `first` on, are a document of their own.
         """
         bounds = self.bounds.clamp(first, end) - first
-        return Documents(torch.cat([torch.zeros_like(bounds[:, :1]), bounds], dim=1), self.longest)
+        window = Documents(torch.cat([torch.zeros_like(bounds[:, :1]), bounds], dim=1), self.longest)
+        window._whole = self, first, end
+        return window
 
     def indices(self, seq: int) -> torch.Tensor:
         """Return the number of each token's document within its row, (batch, seq) int32."""
@@ -195,11 +206,15 @@ def separate_documents(model: PreTrainedModel) -> None:
     """Replace the functions by which the model's family mixes tokens, once per process; none for other families."""
     functions = MIXERS.get(model.config.get_text_config().model_type, ())
     modeling: Any = sys.modules[transformers_class(model).__module__]
-    namespace = modeling.__dict__
-    for name in functions:
-        # A release that renames one can still train on rows that are neither packed nor divided.
-        if name in namespace and not isinstance(namespace[name], partial):
-            namespace[name] = partial(_mix, namespace[name], name, functions)
+    # A release that renames one can still train on rows that are neither packed nor divided.
+    found = {name: modeling.__dict__[name] for name in functions if name in modeling.__dict__}
+    found = {name: function for name, function in found.items() if not isinstance(function, partial)}
+    # Kernels separate documents if there are all: with one only, it would in one of the two functions.
+    has_kernels = all(_has_kernel(each) for each in found.values())
+    for name, function in found.items():
+        if _FUNCTIONS[name] is _DELTA_RULE and not _has_kernel(function):
+            function = torch.compiler.disable(function)  # its loop over chunks would be compiled for each length
+        modeling.__dict__[name] = partial(_mix, function, name, has_kernels)
     if "mamba2_chunk_scan" in functions:
         modeling.mamba2_split_conv1d_scan_combined = _skip_fused_kernel
 
@@ -212,17 +227,25 @@ def _skip_fused_kernel(*args: Any, **kwargs: Any) -> None:
     """
 
 
-def _mix(function: Callable[..., Any], name: str, family: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+def _mix(function: Callable[..., Any], name: str, has_kernels: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of a modeling file, within documents and over shards where a keyword says so."""
     documents, shard = kwargs.pop(DOCUMENTS, None), kwargs.pop(ROW_SHARD, None)
+    if name == CONVOLUTION and args and args[0].is_cuda and _has_odd_strides(args[0]):
+        args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
     if documents is None and shard is None:
         return function(*args, **kwargs)
-    return _mix_apart(function, name, family, documents, shard, args, kwargs)
+    return _mix_apart(function, name, has_kernels, documents, shard, args, kwargs)
+
+
+def _has_odd_strides(hidden: torch.Tensor) -> bool:
+    """Return whether causal-conv1d rejects (batch, channels, seq), channels last, as in a part of a projection: its
+    strides must be multiples of 8."""
+    return hidden.stride(0) % 8 != 0 or hidden.stride(2) % 8 != 0
 
 
 @torch.compiler.disable  # document bounds are Python numbers here, for which the compiler would compile each step anew
 def _mix_apart(
-    function: Callable[..., Any], name: str, family: tuple[str, ...], documents: Documents | None, shard: Any,
+    function: Callable[..., Any], name: str, has_kernels: bool, documents: Documents | None, shard: Any,
     args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     mixing = _FUNCTIONS[name]
@@ -233,7 +256,7 @@ def _mix_apart(
     tensors = {each: others.pop(each) for each in mixing.tensors}
     if documents is not None:
         documents.mixed_by.add(name)
-    run = partial(_within_documents, function, mixing, family)
+    run = partial(_within_documents, function, mixing, has_kernels)
     if shard is None:
         return run(tensors, others, documents)
     return shard.mix(name, function, run, tensors, others, documents)
@@ -245,7 +268,7 @@ def _call(function: Callable[..., Any], positional: list[str], /, **arguments: A
 
 
 def _within_documents(
-    function: Callable[..., Any], mixing: _Mixing, family: tuple[str, ...],
+    function: Callable[..., Any], mixing: _Mixing, has_kernels: bool,
     tensors: dict[str, torch.Tensor], others: dict[str, Any], documents: Documents | None,
 ) -> Any:  # fmt: skip
     """Run a function on rows that are not divided, each document by itself; None: a row is one document.
@@ -255,7 +278,7 @@ def _within_documents(
     """
     if documents is None:
         return function(**tensors, **others)
-    if _uses_kernels(tensors[mixing.tensors[0]], family):
+    if _uses_kernels(tensors[mixing.tensors[0]], has_kernels):
         return _by_kernel(function, mixing, tensors, others, documents)
     rows, has_state = [], False
     for row, spans in enumerate(documents.spans()):
@@ -284,9 +307,8 @@ def _by_kernel(
     return output.unflatten(1, (batch, seq))[0], None
 
 
-def _uses_kernels(tensor: torch.Tensor, family: tuple[str, ...]) -> bool:
-    """Return whether kernels separate the documents: with one only, it would in one of the two functions."""
-    return tensor.is_cuda and all(_has_kernel(_FUNCTIONS[each].package) for each in family)
+def _uses_kernels(tensor: torch.Tensor, has_kernels: bool) -> bool:
+    return tensor.is_cuda and has_kernels
 
 
 @cache
@@ -294,6 +316,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-@cache
-def _has_kernel(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _has_kernel(function: Callable[..., Any]) -> bool:
+    """Return whether transformers found a kernel for a function.
+
+    Its package may be installed and fail to import, such as one that was built for another torch: transformers computes
+    in PyTorch then, and takes no documents.
+    """
+    return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))

@@ -296,7 +296,7 @@ class _Rotate(torch.autograd.Function):
         output = _scaled(x, cos)
         output[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1)
         output[..., half:width].addcmul_(x[..., :half], sin[..., half:])
-        return output
+        return output.to(x.dtype)  # OLMo's cos and sin are float32, and attention needs the dtype of the values
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -33,7 +33,7 @@ from components.config.schema.model import DOCUMENTS, ModelConfig, RouterAux
 from components.config.schema.run import ExpertLoads
 from components.distributed.expert import takes_routing
 from components.distributed.mesh import Mesh
-from components.models.anatomy import Anatomy, read_anatomy
+from components.models.anatomy import ROUTER_BIASES, Anatomy, read_anatomy
 from components.models.weights.shards import local_blocks, local_part
 from components.protocol.errors import ConfigError
 from components.training.state import StepNumbers
@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 SEQUENCE_WEIGHTS = "router_sequence_weights"
 """Keyword argument that passes `sequence_weights` through the model's forward to its decoder layers."""
 _SWITCH_OFF = "set model.router_aux=none, model.router_z_coef=0 and model.router_bias_rate=0"
-_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of the tensors that transformers' routers add to the scores of experts for their choice."""
 
 
 def attach_routers(
@@ -482,7 +480,7 @@ def _bias_of(block: nn.Module) -> tuple[nn.Module | None, str]:
     """Return the module and the name of the bias that a block's router adds to scores; (None, "") without one."""
     for module in block.modules():
         for name in (*module._parameters, *module._buffers):
-            if name in _BIASES:
+            if name in ROUTER_BIASES:
                 return module, name
     return None, ""
 

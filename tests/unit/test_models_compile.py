@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import models, training
 from components.batch import Batch
 from components.config.schema import ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing, PipelineSchedule
+from tests.distributed.parity import HYBRID_MODELS
 from tests.suites import TORTURE
 from tests.tiny_models import SIZES, VOCAB
 
@@ -108,3 +110,23 @@ def test_rows_of_many_lengths_train_with_few_compiled_graphs(
     models.compile_layers(compiled, backend=backend)
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
     assert len(graphs) <= max_graphs
+
+
+@pytest.mark.slow
+def test_linear_attention_is_not_compiled_for_each_number_of_chunks() -> None:
+    """transformers' function loops over chunks of 64 tokens, which the compiler would unroll."""
+    values = {key: value for key, value in HYBRID_MODELS["qwen3_5_text"].items() if key != "max_position_embeddings"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values, max_position_embeddings=512))
+    models.use_causal_sdpa(model)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    models.compile_layers(model, backend=backend)
+    counts = []
+    for length in (70, 130, 200, 260, 330):
+        model(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+        counts.append(len(graphs))
+    assert counts[1:] == [counts[1]] * 4, counts

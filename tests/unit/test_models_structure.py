@@ -50,6 +50,25 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
+OLMO = ("olmo", "olmo2", "olmo3", "flex_olmo", "olmo_hybrid")
+
+
+@pytest.mark.parametrize("family", ["llama", *OLMO])
+def test_fused_rotary_embeddings_keep_the_dtype_of_16_bits(family: str) -> None:
+    """OLMo's cosines are float32, and attention takes one dtype."""
+    values = HYBRID_MODELS.get(family, {**SMALL, "model_type": family})
+    if family == "flex_olmo":
+        values = {**values, "num_experts": 4, "num_experts_per_tok": 2}
+    plain: Any = build(family, torch.bfloat16, values)
+    models.use_causal_sdpa(plain)
+    fused = copy.deepcopy(plain)
+    assert fuse_layers(fused).rotary
+    ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+    found, expected = (model(input_ids=ids, use_cache=False).logits.double() for model in (fused, plain))
+    found.square().sum().backward()
+    assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_layers_give_the_loss_and_gradients_of_transformers(name: str) -> None:
     own: Any = build(name, torch.float64, MORE_MODELS.get(name))

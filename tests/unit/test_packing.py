@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import re
+import subprocess
 import sys
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +23,12 @@ from components import data, models, training
 from components.config.compute_rules import attention_problems
 from components.config.schema import AdamWConfig, ModelConfig
 from components.config.schema.cluster import Device
-from components.config.schema.model import DOCUMENTS, MIXERS, Attention
+from components.config.schema.model import CONVOLUTION, DOCUMENTS, MIXERS, Attention
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.shape import ModelShape
 from components.data.dataset import Dataset, Facts
 from components.data.packing import _best_fit, _minimum_slack, plan_rows
-from components.models.documents import varlen_attention
+from components.models.documents import Documents, _mix, varlen_attention
 from components.protocol.errors import ConfigError
 from tests.distributed.packed import (
     MODELS,
@@ -246,6 +249,64 @@ def test_kernels_get_documents_as_their_packages_define_them(name: str, monkeypa
     monkeypatch.setattr("components.models.documents._uses_kernels", lambda *_: True)
     assert differences(expected, packed_step(plain, rows=rows)) == []
     assert set(calls) == {"numbers", *(["ends"] if name == "qwen3_next" else [])}
+
+
+def test_a_kernel_that_does_not_import_is_not_used(tmp_path: Path) -> None:
+    """transformers computes in PyTorch then, which takes no documents. A process of its own: modules import it once."""
+    code = """
+import importlib.util, inspect
+from transformers.models.lfm2 import modeling_lfm2
+from components.models.documents import _has_kernel
+function = modeling_lfm2.causal_conv1d_fn
+print(importlib.util.find_spec("causal_conv1d") is not None, inspect.getclosurevars(function).nonlocals.get(
+    "is_new_implementation"), _has_kernel(function))
+"""
+    for source, expected in (
+        ("raise ImportError('undefined symbol')", "True False False"),
+        ("def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): pass", "True True True"),
+        ("", "True False False"),  # a version without the function
+    ):
+        (tmp_path / "causal_conv1d.py").write_text(source)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        assert done.stdout.split("\n")[-2] == expected
+
+
+class OnGpu(torch.Tensor):
+    """Tensors of a CPU that say they are on a GPU."""
+
+    is_cuda = True
+
+
+def test_causal_conv1d_gets_strides_that_it_takes() -> None:
+    """A rank's part of a projection has 2 x d + heads / tp columns, and the kernel wants multiples of 8."""
+    seen: list[torch.Tensor] = []
+
+    def kernel(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return hidden
+
+    for columns, copied in ((148, True), (152, False)):
+        hidden = torch.randn(1, 24, columns)[..., :80].transpose(1, 2).as_subclass(OnGpu)
+        _mix(kernel, CONVOLUTION, True, hidden, torch.randn(80, 4))
+        assert seen[-1].stride() == ((24 * 80, 1, 80) if copied else (24 * columns, 1, columns))
+        assert torch.equal(seen[-1], hidden)
+
+
+def test_documents_of_windows_are_read_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, reads, original = torch.Generator().manual_seed(0), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(1) or original(tensor))
+    for _ in range(50):
+        ends = torch.randint(0, 20, (3, 4), generator=generator).sort(1).values
+        bounds = torch.cat([torch.zeros(3, 1, dtype=torch.int64), ends, torch.full((3, 2), 20)], 1).int()
+        whole, reads[:] = Documents(bounds), []
+        for first, end in ((-3, 5), (2, 10), (7, 20)):
+            window = whole.window(first, end)
+            found, again = window.spans(), window.window(1, 3).spans()
+            assert len(reads) == 1
+            assert found == Documents(window.bounds).spans()
+            assert again == Documents(window.window(1, 3).bounds).spans()
+            del reads[1:]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from components.models.tokenizer import byte_tokenizer
 from components.planning.formulas.memory import rank_memory
 from components.planning.formulas.workload import build_workload
 from components.training.preparation import prepare
+from tests.distributed.parity import HYBRID_MODELS
 from tests.tiny_models import FAMILIES, filled
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -140,6 +141,20 @@ def saved(folder: Path, family: str) -> Path:
 def loaded(folder: Path, dtype: DType) -> Any:
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", dtype=dtype, attention=Attention.eager)
     return filled(cfg)
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "kimi_linear", "deepseek_v3"])
+def test_biases_that_balance_experts_are_float32_in_models_of_16_bits(family: str) -> None:
+    """Some classes do not list them; 0.5 + 0.001 is 0.5 in bfloat16."""
+    config = {
+        "minimax_m2": {**FAMILIES["llama"], "num_local_experts": 4, "num_experts_per_tok": 2},
+        "kimi_linear": {**HYBRID_MODELS["kimi_linear"]},
+        "deepseek_v3": {**MOE, **LATENT, "n_routed_experts": 4},
+    }[family] | {"model_type": family}
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", dtype=DType.bfloat16, config=config)
+    tensors = {**dict(models.build_on_meta(cfg).named_buffers()), **dict(models.build_on_meta(cfg).named_parameters())}
+    found = {each.dtype for name, each in tensors.items() if name.endswith("e_score_correction_bias")}
+    assert found == {torch.float32}
 
 
 @pytest.mark.parametrize("family", KEPT)
