@@ -20,7 +20,7 @@ from components.config.shape import ModelShape, shape_of_config, size_problems
 from components.models.anatomy import encoder_parameters
 from components.models.attention import use_causal_sdpa
 from components.models.classifier import return_token_scores, set_labels
-from components.models.layers import keep_float32
+from components.models.layers import cast_experts, keep_float32
 from components.models.quantization import use_float8, use_qat
 from components.models.tokenizer import error_line, explain_loading_error, load_tokenizer
 from components.models.weights.quantized_files import quantization_of
@@ -114,6 +114,7 @@ def build_on_meta(
     # (https://github.com/pytorch/pytorch/issues/196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     keep_float32(model)
+    cast_experts()
     if labels is not None:
         return_token_scores(model)
     for name in encoder_parameters(model):  # without a gradient, weight decay would still move them

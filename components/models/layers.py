@@ -37,6 +37,7 @@ from components.models.lora import quantized_layers
 from components.models.weights.shards import local_part
 from components.models.weights.weight_sources import tied_names
 from components.protocol.errors import raise_all
+from components.torch_kernels import cast_by_autocast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,6 +179,24 @@ def keep_float32(model: PreTrainedModel) -> PreTrainedModel:
             path, _, attribute = name.rpartition(".")
             model.get_submodule(path)._buffers[attribute] = buffer.float()
     return model
+
+
+def cast_experts() -> None:
+    """Let transformers' grouped product of experts compute in autocast's dtype, as other products do. Once per process.
+
+    torch's operator knows no autocast (https://github.com/pytorch/pytorch/issues/174763): in float32 it would be slow,
+    wait for the host on a GPU, and round otherwise than under FSDP2.
+    """
+    from transformers.integrations import moe
+
+    if not isinstance(moe._grouped_mm, partial):
+        moe._grouped_mm = partial(_product_by_autocast, moe._grouped_mm)
+
+
+def _product_by_autocast(
+    product: Callable[..., torch.Tensor], tokens: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor
+) -> torch.Tensor:
+    return product(*cast_by_autocast(tokens, weight), offs=offs)
 
 
 def copy_with_buffers(model: PreTrainedModel) -> PreTrainedModel:

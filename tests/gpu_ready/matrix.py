@@ -48,13 +48,16 @@ LEVERS: dict[str, dict[str, Any]] = {
     "selective recompute": {"model": BF16, "pack": True, "policy": "selective"},
     "full recompute": {"model": BF16, "pack": True, "policy": "full"},
     "experts": {"model": {**BF16, "config": MOE}, "pack": True},
+    "experts, autocast": {"model": {**MIXED, "config": MOE}, "pack": True},
     "DPO": {"model": BF16, "objective": "dpo", "pack": True},
     "distillation": {"model": {**BF16, "loss": "chunked"}, "objective": "distillation"},
     "Muon": {"model": BF16, "optimizer": "muon", "pack": True},
     "adamw8bit": {"model": BF16, "optimizer": "adamw8bit"},
 }
 """Arguments of `cases.step`; policy: activation checkpointing."""
-PAIRS = [(lever, layout) for lever in LEVERS for layout in (EXPERT_LAYOUTS if lever == "experts" else LAYOUTS)]
+TAKEN = {"experts": [*EXPERT_LAYOUTS], "experts, autocast": ["single"]}
+"""Layouts of a lever; others have LAYOUTS. Autocast is that of unsharded weights."""
+PAIRS = [(lever, layout) for lever in LEVERS for layout in TAKEN.get(lever, LAYOUTS)]
 PEAK_TOLERANCE = 0.1 if has_grouped_queries() else 0.15
 """Largest relative difference of the planner's peak memory, which does not count the repeated keys of torch 2.11."""
 UNPLANNED = {("adamw8bit", "single"): 0.15}

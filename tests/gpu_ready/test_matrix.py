@@ -33,6 +33,7 @@ from tests.suites import PARITY
 RISKY = [
     ("autocast", "cp by all_gather"), ("packed", "hsdp"), ("LoRA", "tp with sequence parallelism"),
     ("QLoRA", "dp_shard"), ("selective recompute", "tp"), ("full recompute", "pp"), ("experts", "ep"),
+    ("experts, autocast", "single"),
 ]  # fmt: skip
 
 

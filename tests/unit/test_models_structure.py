@@ -19,7 +19,7 @@ from components.config.compute_rules import _WHOLE_ROWS, attention_problems
 from components.config.mesh_rules import model_problems
 from components.config.schema import ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.cluster import Device
-from components.config.schema.model import MIXERS
+from components.config.schema.model import MIXERS, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.shape import ModelShape
 from components.distributed.tp_plan import read_heads
@@ -48,6 +48,33 @@ MORE_MODELS = {
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def test_experts_compute_in_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under FSDP2, whose experts are in that dtype; the gradients of their weights stay in float32."""
+    values = {
+        **SMALL,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=values)
+    model = models.build_on_meta(cfg)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, 0)
+    seen, original = [], F.grouped_mm
+
+    def product(tokens: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.extend([tokens.dtype, weight.dtype])
+        return original(tokens, weight, **options)
+
+    monkeypatch.setattr(F, "grouped_mm", product)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=torch.arange(16)[None], use_cache=False).logits.square().sum()
+    loss.backward()
+    assert {*seen} == {torch.bfloat16}
+    assert {each.grad.dtype for name, each in model.named_parameters() if ".experts." in name} == {torch.float32}
 
 
 OLMO = ("olmo", "olmo2", "olmo3", "flex_olmo", "olmo_hybrid")

@@ -462,9 +462,8 @@ def _gathered_term(w: Workload, rank: _Rank, layers: int, number: int | None = N
     if not w.is_sharded:
         if w.compute_bytes == w.stored_bytes:
             return Term("gathered parameters", 0.0, "nothing is gathered")
-        # Grouped GEMMs of experts are not autocast, and 4-bit weights are dequantized one at a time.
-        dense = sum(each.base.gathered * (1 - each.quantized) - each.experts.gathered for each in rank.layers)
-        size = (dense + rank.head) * w.compute_bytes
+        # 4-bit weights are dequantized one at a time.
+        size = (sum(each.base.gathered * (1 - each.quantized) for each in rank.layers) + rank.head) * w.compute_bytes
         return Term("gathered parameters", size, "autocast keeps copies of the weights in the compute dtype")
     stored = rank.layers[-1].stored_bytes
     wide = stored if stored < 1 else w.compute_bytes  # 4-bit weights are gathered as they are
