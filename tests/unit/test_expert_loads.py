@@ -22,10 +22,10 @@ from components.config.compute_rules import _UNBIASED_ROUTERS
 from components.config.schema.model import ModelConfig, RouterAux
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.run import ExpertLoads
+from components.models.anatomy import ROUTER_BIASES
 from components.models.weights.weight_sources import saved_tensors
 from components.presentation import expert_figure, save_figure
 from components.protocol.errors import ConfigError
-from components.training.routers import _BIASES
 from tests.distributed.parity import MOE_MODELS, SMALL, build
 from tests.unit.test_training_router import CPU, batches
 
@@ -167,4 +167,4 @@ def test_families_that_the_launcher_rejects_have_no_bias(family: str) -> None:
     source = importlib.util.find_spec(CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_"))
     assert source is not None
     text = Path(str(source.origin)).read_text()
-    assert not any(re.search(rf"\b{name}\b", text) for name in _BIASES)
+    assert not any(re.search(rf"\b{name}\b", text) for name in ROUTER_BIASES)
