@@ -101,8 +101,8 @@ class ObservedAttention:
     """One kind of attention call: the kernel that torch ran, and its inputs."""
 
     kernel: str
-    """flash_attention, efficient_attention, varlen_attn, or math (no fused kernel); "of FA3" where
-    torch dispatches to another package."""
+    """flash_attention, efficient_attention, varlen_attn, or math (no fused kernel); "of FA3" where torch dispatches to
+    another package."""
     head_dim: int
     dtype: torch.dtype
     device: str

@@ -230,17 +230,12 @@ def _skip_fused_kernel(*args: Any, **kwargs: Any) -> None:
 def _mix(function: Callable[..., Any], name: str, has_kernels: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of a modeling file, within documents and over shards where a keyword says so."""
     documents, shard = kwargs.pop(DOCUMENTS, None), kwargs.pop(ROW_SHARD, None)
-    if name == CONVOLUTION and args and args[0].is_cuda and _has_odd_strides(args[0]):
+    # causal-conv1d takes rows with channels last at multiples of 8 elements; a part of a projection is at others.
+    if name == CONVOLUTION and args and _is_on_gpu(args[0]) and args[0].stride(1) == 1 and args[0].stride(2) % 8:
         args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
     if documents is None and shard is None:
         return function(*args, **kwargs)
     return _mix_apart(function, name, has_kernels, documents, shard, args, kwargs)
-
-
-def _has_odd_strides(hidden: torch.Tensor) -> bool:
-    """Return whether causal-conv1d rejects (batch, channels, seq), channels last, as in a part of a projection: its
-    strides must be multiples of 8."""
-    return hidden.stride(0) % 8 != 0 or hidden.stride(2) % 8 != 0
 
 
 @torch.compiler.disable  # document bounds are Python numbers here, for which the compiler would compile each step anew
@@ -278,7 +273,7 @@ def _within_documents(
     """
     if documents is None:
         return function(**tensors, **others)
-    if _uses_kernels(tensors[mixing.tensors[0]], has_kernels):
+    if has_kernels and _is_on_gpu(tensors[mixing.tensors[0]]):
         return _by_kernel(function, mixing, tensors, others, documents)
     rows, has_state = [], False
     for row, spans in enumerate(documents.spans()):
@@ -307,8 +302,8 @@ def _by_kernel(
     return output.unflatten(1, (batch, seq))[0], None
 
 
-def _uses_kernels(tensor: torch.Tensor, has_kernels: bool) -> bool:
-    return tensor.is_cuda and has_kernels
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 @cache

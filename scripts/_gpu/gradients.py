@@ -39,7 +39,7 @@ QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 4, "moe_intermediate_size": 64,
 }  # fmt: skip
 """Each token goes to every expert: rounding cannot change the choice."""
-GPT_OSS: dict[str, Any] = {
+_GPT_OSS: dict[str, Any] = {
     **TINY, "initializer_range": 0.2, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4,
     "num_experts_per_tok": 4, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
@@ -57,7 +57,7 @@ NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention"], "head_dim": 16,
     "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 64,
 }  # fmt: skip
-LFM2: dict[str, Any] = {**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+_LFM2: dict[str, Any] = {**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 """Layers of linear attention, of Mamba-2 and of short convolutions beside attention."""
 FLOAT32: dict[str, Any] = {"dtype": DType.float32, "compute_dtype": DType.float32}
 MIXED: dict[str, Any] = {"dtype": DType.float32, "compute_dtype": DType.bfloat16}
@@ -108,8 +108,8 @@ CASES = (
     Case("Gemma 3, compiled, mixed", GEMMA3, MIXED, 6e-2, options=COMPILED),
     Case("Qwen3 MoE, float32", QWEN3_MOE, FLOAT32, 1e-4),
     Case("Qwen3 MoE, mixed", QWEN3_MOE, MIXED, 6e-2),
-    Case("gpt-oss, float32", GPT_OSS, FLOAT32, 1e-4, options=EAGER),
-    Case("gpt-oss, mixed", GPT_OSS, MIXED, 1.5e-1, options=EAGER),
+    Case("gpt-oss, float32", _GPT_OSS, FLOAT32, 1e-4, options=EAGER),
+    Case("gpt-oss, mixed", _GPT_OSS, MIXED, 1.5e-1, options=EAGER),
     Case("DeepSeek V3, float32", DEEPSEEK_V3, FLOAT32, 1e-4),
     Case("DeepSeek V3, mixed", DEEPSEEK_V3, MIXED, 6e-2),
     Case("Qwen3.5, float32", QWEN3_5, FLOAT32, 1e-4),
@@ -117,7 +117,7 @@ CASES = (
     Case("Qwen3.5, compiled, mixed", QWEN3_5, MIXED, 1e-1, options=COMPILED),
     Case("Nemotron-H, float32", NEMOTRON_H, FLOAT32, 1e-4),
     Case("Nemotron-H, mixed", NEMOTRON_H, MIXED, 6e-2),
-    Case("LFM2, mixed", LFM2, MIXED, 6e-2),
+    Case("LFM2, mixed", _LFM2, MIXED, 6e-2),
     Case("Llama, LoRA, mixed", LLAMA, MIXED, 8e-2, "lora"),
     Case("Llama, LoRA, compiled, bfloat16", LLAMA, BF16, 8e-2, "lora", options=COMPILED),
     Case("Llama, QLoRA, float32", LLAMA, FLOAT32, 1e-4, "qlora"),

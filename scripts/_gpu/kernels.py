@@ -40,8 +40,8 @@ LEAK_BOUND = 1e-6
 def kernels(device: str, small: bool) -> Iterator[Line]:
     """Norms, rotary embeddings, SwiGLU, the loss, adapters, 4-bit weights, optimizers, experts and attention."""
     parts: dict[str, Callable[[torch.device, bool], Iterator[Line]]] = {
-        "fused layers": fused_layers, "chunked loss": chunked_loss, "LoRA product": lora_product, "NF4": four_bits,
-        "AdamW": adamw, "SGD": masked_sgd, "experts": experts, "attention": attention, "attention of cp": gathered_keys,
+        "fused layers": _fused_layers, "chunked loss": _chunked_loss, "LoRA product": _lora_product, "NF4": _four_bits,
+        "AdamW": adamw, "SGD": _masked_sgd, "experts": _experts, "attention": attention, "attention of cp": _gathered_keys,
     }  # fmt: skip
     for what, part in parts.items():
         yield from attempt(what, part(torch.device(device), small))
@@ -61,7 +61,7 @@ def worst(found: Tensors, expected: Tensors) -> float:
     return max(error(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def with_gradients(run: Formula, inputs: Tensors, *constants: torch.Tensor) -> list[torch.Tensor]:
+def _with_gradients(run: Formula, inputs: Tensors, *constants: torch.Tensor) -> list[torch.Tensor]:
     """Return the outputs of a function and the gradients of its inputs, given random gradients of the outputs."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     outputs = run(*leaves, *constants)
@@ -89,10 +89,10 @@ def compare(
     for dtype, bound in bounds.items():
         rounded, fixed = ([each.to(dtype) for each in kind] for kind in tensors)
         wide = [each.double() for each in rounded], *(each.double() for each in fixed)
-        expected = with_gradients(exact, *wide)
-        found = with_gradients(run, [each.to(device) for each in rounded], *(each.to(device) for each in fixed))
+        expected = _with_gradients(exact, *wide)
+        found = _with_gradients(run, [each.to(device) for each in rounded], *(each.to(device) for each in fixed))
         yield at_most(f"{what}, {_name(dtype)}", worst(found, expected), bound)
-    yield control(f"{what}, {fault[0]}", worst(with_gradients(fault[1], *wide), expected), bound)
+    yield control(f"{what}, {fault[0]}", worst(_with_gradients(fault[1], *wide), expected), bound)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -103,7 +103,7 @@ def _draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def fused_layers(device: torch.device, small: bool) -> Iterator[Line]:
+def _fused_layers(device: torch.device, small: bool) -> Iterator[Line]:
     """RMSNorm, SwiGLU and rotary embeddings."""
     rows, width, generator = 32 if small else 1024, 256 if small else 2048, torch.Generator().manual_seed(0)
 
@@ -143,7 +143,7 @@ def fused_layers(device: torch.device, small: bool) -> Iterator[Line]:
     )  # fmt: skip
 
 
-def chunked_loss(device: torch.device, small: bool) -> Iterator[Line]:
+def _chunked_loss(device: torch.device, small: bool) -> Iterator[Line]:
     """The loss by chunks of logits, whose weight gradient is added up in float32, with ignored targets."""
     tokens, width, vocabulary = (96, 64, 512) if small else (3000, 512, 16000)
     generator = torch.Generator().manual_seed(0)
@@ -167,7 +167,7 @@ def chunked_loss(device: torch.device, small: bool) -> Iterator[Line]:
         yield from compare(what, device, run, exact, fault, (inputs, []), bounds)
 
 
-def lora_product(device: torch.device, small: bool) -> Iterator[Line]:
+def _lora_product(device: torch.device, small: bool) -> Iterator[Line]:
     """The product of adapters, which are float32 beside inputs in bfloat16."""
     generator = torch.Generator().manual_seed(0)
 
@@ -185,7 +185,7 @@ def lora_product(device: torch.device, small: bool) -> Iterator[Line]:
     yield from compare("LoRA product", device, run, exact, fault, ([*inputs, _draw(generator, 512, 16)], []))
 
 
-def four_bits(device: torch.device, small: bool) -> Iterator[Line]:
+def _four_bits(device: torch.device, small: bool) -> Iterator[Line]:
     """Packed NF4 bytes and unpacked values, equal to those of the CPU; blocks that are zero or incomplete."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((64, 64), (128, 1000), (96, 4096)):
@@ -223,7 +223,7 @@ def adamw(device: torch.device, small: bool) -> Iterator[Line]:
     yield control("AdamW, the skipped step is taken", error(repeated - start, exact - start), 1e-5)
 
 
-def masked_sgd(device: torch.device, small: bool) -> Iterator[Line]:
+def _masked_sgd(device: torch.device, small: bool) -> Iterator[Line]:
     """A step of an optimizer without a switch of its own, masked on the device."""
     weight = nn.Parameter(torch.ones(8, 8, device=device))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -237,7 +237,7 @@ def masked_sgd(device: torch.device, small: bool) -> Iterator[Line]:
     yield at_most("masked SGD: error of three steps, the second skipped", difference, 1e-6)
 
 
-def experts(device: torch.device, small: bool) -> Iterator[Line]:
+def _experts(device: torch.device, small: bool) -> Iterator[Line]:
     """The grouped product of experts, two of which have no tokens: their gradients must be zeros.
 
     Memory that was freed holds NaN, which a kernel that leaves them unwritten would show.
@@ -399,7 +399,7 @@ def _attention_case(what: str, case: Case, device: torch.device) -> Iterator[Lin
     yield control(f"{what}, future visible: output", future, bound)
 
 
-def gathered_keys(device: torch.device, small: bool) -> Iterator[Line]:
+def _gathered_keys(device: torch.device, small: bool) -> Iterator[Line]:
     """The variable-length kernel on a chunk of queries, as under cp."""
     if device.type == "cuda":
         yield at_most("queries of a chunk (cp): error", gathered_keys_error("cuda", torch.bfloat16), ATTENTION_BOUND)

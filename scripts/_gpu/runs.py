@@ -31,7 +31,7 @@ LOSS_BOUND = 1e-4
 """Largest relative difference of a loss in float32 from that of a CPU."""
 
 
-GRPO = [
+_GRPO = [
     "model=llama_2m", f"training.max_steps={STEPS}", "training.micro_batch_size=16", "training.global_batch_size=32",
     "training.seq_len=32", "training.eval_every=0", "data.eval_fraction=0.1", "rollouts.group=8",
     f"optimizer.lr={RATE}", "rollouts.max_new_tokens=8", "checkpoint.export=false", "logging.plot=false",
@@ -96,7 +96,7 @@ def grpo(device: str, small: bool) -> Iterator[Line]:
         prompts, reward = Path(folder) / "prompts.jsonl", Path(folder) / "mine.py"
         prompts.write_text("".join(json.dumps({"prompt": f"{number}:"}) + "\n" for number in range(24)))
         reward.write_text(_DIGITS)
-        settings = [*GRPO, f"data.path={prompts}", f"reward.functions=[{reward}:digits]"]
+        settings = [*_GRPO, f"data.path={prompts}", f"reward.functions=[{reward}:digits]"]
         run_dirs = {name: Path(folder) / str(index) for index, name in enumerate(runs)}
         answers = {}
         for name, (place, overrides) in runs.items():

@@ -20,7 +20,7 @@ from scripts._gpu.speed import DEFAULT, SMALL_ROWS, rate
 from scripts._gpu.step import LLAMA_1B, TINY, TrainingStep, synchronize, training_step
 from scripts._gpu.verdict import Line, at_most, attempt, control
 
-CASES = tuple(
+_CASES = tuple(
     Case(name, config, FLOAT64, 1e-4, options=options)
     for name, config, options in (
         ("Llama", gradients.LLAMA, {}),
@@ -32,18 +32,18 @@ CASES = tuple(
     )
 )
 """The bound is the share of different tokens: float64 leaves none."""
-LENGTHS, TOKENS = (70, 41, 41, 5, 1), 24
+_LENGTHS, _TOKENS = (70, 41, 41, 5, 1), 24
 """Tokens of each prompt, two of which are equal, and of each answer."""
-ROWS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 128, 128
-PREDICTED = {"H200": 19_835, "H100": 19_835}
-"""Sampled tokens/s of LLAMA_1B with ROWS rows: the term "sampling of answers" of `scripts/plan.py --recipe grpo
+_ROWS, _PROMPT_TOKENS, _ANSWER_TOKENS = 64, 128, 128
+_PREDICTED = {"H200": 19_835, "H100": 19_835}
+"""Sampled tokens/s of LLAMA_1B with _ROWS rows: the term "sampling of answers" of `scripts/plan.py --recipe grpo
 model=llama3_2_1b cluster.gpu=h200 training.global_batch_size=64 rollouts.rows=64 rollouts.max_new_tokens=128 --why 1`
 on one GPU, which the launches of kernels bound."""
 
 
 def sampling(device: str, small: bool) -> Iterator[Line]:
     """Tokens and logits against those of a CPU for each type of cache, and tokens/s of 1B."""
-    for case in CASES:
+    for case in _CASES:
         yield from attempt(case.label, _same_tokens(case, device))
     for name, config in (("Llama", gradients.LLAMA), ("Gemma 3", gradients.GEMMA3), ("Qwen3.5", gradients.QWEN3_5)):
         for dtypes, bound in ((gradients.FLOAT32, 1e-4), (gradients.MIXED, 5e-2), (gradients.BF16, 5e-2)):
@@ -59,8 +59,8 @@ def _same_tokens(case: Case, device: str) -> Iterator[Line]:
     with gradients.step_of(case, device, lr=0.0) as step:
         reference = gradients.reference_model(case).eval()
         gradients.copy_weights(reference, step)
-        found = _sampled(step, prompts, TOKENS, chosen, rows=4)
-        padded = _sampled(step, prompts, TOKENS, chosen, rows=4, sees_padding=True)
+        found = _sampled(step, prompts, _TOKENS, chosen, rows=4)
+        padded = _sampled(step, prompts, _TOKENS, chosen, rows=4, sees_padding=True)
     expected = _of_whole_rows(reference, prompts, chosen)
     what = f"{case.label}: share of tokens that differ from a CPU's"
     yield at_most(what, _differing(found, expected), case.bound)
@@ -91,7 +91,7 @@ def _same_logits(case: Case, device: str) -> Iterator[Line]:
 
 def _prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(1, 256, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = [torch.randint(1, 256, (length,), generator=generator).tolist() for length in _LENGTHS]
     prompts[2] = prompts[1]
     return prompts
 
@@ -125,7 +125,7 @@ def _of_whole_rows(model: nn.Module, prompts: list[list[int]], chosen: models.Sa
     answers = []
     for index, prompt in enumerate(prompts):
         row, choose = list(prompt), chosen.of_prompt(index)
-        for position in range(TOKENS):
+        for position in range(_TOKENS):
             logits: Any = model(input_ids=torch.tensor([row]), use_cache=False).logits[:, -1]  # (1, vocabulary)
             row.append(int(choose(logits, position)))
         answers.append(row[len(prompt) :])
@@ -134,9 +134,9 @@ def _of_whole_rows(model: nn.Module, prompts: list[list[int]], chosen: models.Sa
 
 def _tokens_per_second(device: str, small: bool) -> Iterator[Line]:
     """Yield tokens/s and the peak memory of a model as `auto` configures it, with rows of one length."""
-    config, rows, tokens = (TINY, 4, 8) if small else (LLAMA_1B, ROWS, ANSWER_TOKENS)
+    config, rows, tokens = (TINY, 4, 8) if small else (LLAMA_1B, _ROWS, _ANSWER_TOKENS)
     generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(1, config["vocab_size"], (rows, PROMPT_TOKENS), generator=generator).tolist()
+    prompts = torch.randint(1, config["vocab_size"], (rows, _PROMPT_TOKENS), generator=generator).tolist()
     chosen = models.Sampling(temperature=1.0, keeps_stop=True)
     with training_step(config, SMALL_ROWS, device, parallelism=DEFAULT, compile="auto") as step:
         _sampled(step, prompts, 4, chosen, rows)
@@ -148,7 +148,7 @@ def _tokens_per_second(device: str, small: bool) -> Iterator[Line]:
             synchronize(step.device)
             seconds.append(time.perf_counter() - began)
     what = f"{rows} answers of {tokens} tokens"
-    yield rate(f"{what}: tokens/s", sum(map(len, answers)) / seconds[0], PREDICTED)
+    yield rate(f"{what}: tokens/s", sum(map(len, answers)) / seconds[0], _PREDICTED)
     yield Line(f"{what}: milliseconds per token of all rows", f"{1000 * seconds[0] / tokens:.1f}")
     # A kernel that is built for each length of the cache takes its time the first time only.
     yield at_most(f"{what}: time of the first / of the second time", seconds[0] / seconds[1], 1.5, speed=True)

@@ -112,8 +112,3 @@ def summary(lines: Sequence[tuple[str, Line]], seconds: float) -> str:
     """Return the number of lines of each verdict and the time."""
     counts = ", ".join(f"{sum(line.verdict is each for _, line in lines)} {each}" for each in Verdict)
     return f"{counts} in {seconds:.0f} s"
-
-
-def finite(value: float) -> float:
-    """Return the value, or a huge one for NaN and infinity, which every bound rejects."""
-    return value if math.isfinite(value) else sys.float_info.max

@@ -245,8 +245,8 @@ def test_kernels_get_documents_as_their_packages_define_them(name: str, monkeypa
         separate = getattr(modeling, function)
         kernel = partial(by_ends if "delta" in function else by_number, separate.args[0])
         update_wrapper(kernel, separate.args[0])
-        monkeypatch.setattr(modeling, function, partial(separate.func, kernel, *separate.args[1:]))
-    monkeypatch.setattr("components.models.documents._uses_kernels", lambda *_: True)
+        monkeypatch.setattr(modeling, function, partial(separate.func, kernel, separate.args[1], True))
+    monkeypatch.setattr("components.models.documents._is_on_gpu", lambda _: True)
     assert differences(expected, packed_step(plain, rows=rows)) == []
     assert set(calls) == {"numbers", *(["ends"] if name == "qwen3_next" else [])}
 
@@ -272,13 +272,7 @@ print(importlib.util.find_spec("causal_conv1d") is not None, inspect.getclosurev
         assert done.stdout.split("\n")[-2] == expected
 
 
-class OnGpu(torch.Tensor):
-    """Tensors of a CPU that say they are on a GPU."""
-
-    is_cuda = True
-
-
-def test_causal_conv1d_gets_strides_that_it_takes() -> None:
+def test_causal_conv1d_gets_strides_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's part of a projection has 2 x d + heads / tp columns, and the kernel wants multiples of 8."""
     seen: list[torch.Tensor] = []
 
@@ -286,8 +280,9 @@ def test_causal_conv1d_gets_strides_that_it_takes() -> None:
         seen.append(hidden)
         return hidden
 
+    monkeypatch.setattr("components.models.documents._is_on_gpu", lambda _: True)
     for columns, copied in ((148, True), (152, False)):
-        hidden = torch.randn(1, 24, columns)[..., :80].transpose(1, 2).as_subclass(OnGpu)
+        hidden = torch.randn(1, 24, columns)[..., :80].transpose(1, 2)
         _mix(kernel, CONVOLUTION, True, hidden, torch.randn(80, 4))
         assert seen[-1].stride() == ((24 * 80, 1, 80) if copied else (24 * columns, 1, columns))
         assert torch.equal(seen[-1], hidden)
