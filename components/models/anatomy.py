@@ -77,7 +77,7 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerHeads:
+class _LayerHeads:
     """Attention heads of a layer, and their widths."""
 
     heads: int
@@ -120,7 +120,7 @@ class Anatomy:
     """Query heads of a layer; None if the config states none."""
     kv_heads: int | None = None
     """Key-value heads of a layer; equal to `heads` without grouped-query attention."""
-    layer_heads: tuple[LayerHeads, ...] = ()
+    layer_heads: tuple[_LayerHeads, ...] = ()
     """Those of each decoder layer; empty if the config states none."""
     kinds: tuple[str, ...] = ()
     """transformers' layer type of each decoder layer."""
@@ -356,7 +356,7 @@ def _window(config: PreTrainedConfig) -> int | None:
     return _value(config, "sliding_window")
 
 
-def _layer_heads(config: PreTrainedConfig, layers: int) -> tuple[LayerHeads, ...]:
+def _layer_heads(config: PreTrainedConfig, layers: int) -> tuple[_LayerHeads, ...]:
     """Return the heads of each layer, of multi-head latent attention (DeepSeek) too."""
     own, found = _value(config, "per_layer_config"), []
     for each in [config] * layers if own is None else [own[index] for index in range(layers)]:
@@ -367,7 +367,7 @@ def _layer_heads(config: PreTrainedConfig, layers: int) -> tuple[LayerHeads, ...
         if not heads or not keys:
             return ()
         kv_heads = _number(each, "num_key_value_heads") or heads
-        found.append(LayerHeads(heads, kv_heads, keys, _value(each, "v_head_dim") or width))
+        found.append(_LayerHeads(heads, kv_heads, keys, _value(each, "v_head_dim") or width))
     return tuple(found)
 
 

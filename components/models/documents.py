@@ -206,15 +206,16 @@ def separate_documents(model: PreTrainedModel) -> None:
     """Replace the functions by which the model's family mixes tokens, once per process; none for other families."""
     functions = MIXERS.get(model.config.get_text_config().model_type, ())
     modeling: Any = sys.modules[transformers_class(model).__module__]
+    namespace = modeling.__dict__
     # A release that renames one can still train on rows that are neither packed nor divided.
-    found = {name: modeling.__dict__[name] for name in functions if name in modeling.__dict__}
+    found = {name: namespace[name] for name in functions if name in namespace}
     found = {name: function for name, function in found.items() if not isinstance(function, partial)}
     # Kernels separate documents if there are all: with one only, it would in one of the two functions.
     has_kernels = all(_has_kernel(each) for each in found.values())
     for name, function in found.items():
         if _FUNCTIONS[name] is _DELTA_RULE and not _has_kernel(function):
             function = torch.compiler.disable(function)  # its loop over chunks would be compiled for each length
-        modeling.__dict__[name] = partial(_mix, function, name, has_kernels)
+        namespace[name] = partial(_mix, function, name, has_kernels)
     if "mamba2_chunk_scan" in functions:
         modeling.mamba2_split_conv1d_scan_combined = _skip_fused_kernel
 

@@ -286,13 +286,13 @@ def generation_forward(
 
 def _cache_bytes(model: Prepared, tp: int) -> int:
     """Return the bytes of the keys and values of a token on this rank; layers with a window count like the others."""
-    config = model.module.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    kinds = model.anatomy.kinds if model.anatomy is not None else ("",) * config.num_hidden_layers
-    layers = sum(kind not in ("linear_attention", "conv", "mlp", "moe") for kind in kinds)
-    return int(2 * layers * max(1, key_heads // tp) * width * (model.compute_dtype or model.module.dtype).itemsize)
+    anatomy = model.anatomy or models.read_anatomy(model.module)
+    width = sum(
+        max(1, layer.kv_heads // tp) * (layer.keys + layer.values)
+        for layer, kind in zip(anatomy.layer_heads, anatomy.kinds, strict=False)
+        if kind not in ("linear_attention", "conv", "mlp", "moe")
+    )
+    return width * (model.compute_dtype or model.module.dtype).itemsize
 
 
 def _gathers_once(model: Prepared, cache: int, run: RunContext) -> bool:

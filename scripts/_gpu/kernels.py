@@ -41,7 +41,8 @@ def kernels(device: str, small: bool) -> Iterator[Line]:
     """Norms, rotary embeddings, SwiGLU, the loss, adapters, 4-bit weights, optimizers, experts and attention."""
     parts: dict[str, Callable[[torch.device, bool], Iterator[Line]]] = {
         "fused layers": _fused_layers, "chunked loss": _chunked_loss, "LoRA product": _lora_product, "NF4": _four_bits,
-        "AdamW": adamw, "SGD": _masked_sgd, "experts": _experts, "attention": attention, "attention of cp": _gathered_keys,
+        "AdamW": adamw, "SGD": _masked_sgd, "experts": _experts, "attention": attention,
+        "attention of cp": _gathered_keys,
     }  # fmt: skip
     for what, part in parts.items():
         yield from attempt(what, part(torch.device(device), small))
