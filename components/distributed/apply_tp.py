@@ -440,7 +440,8 @@ def _entered(hidden: torch.Tensor, mesh: DeviceMesh, layouts: Sequence[Placement
     """Return a layer's input, a DTensor or a local tensor in `layouts`, in the layout that the layer computes with."""
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, layouts, run_check=False)
-    return hidden.redistribute(placements=[wanted])
+    # Layers with the same input add up their partial gradients, which a redistribution would sum for each layer.
+    return hidden if hidden.placements == (wanted,) else hidden.redistribute(placements=[wanted])
 
 
 def _compute(

@@ -104,6 +104,12 @@ def test_a_layer_sends_what_is_planned(fake_cuda: Run, layout: str) -> None:
     assert per_layer(fake_cuda, "packed", layout)["collectives"] == PLANNED[layout]
 
 
+def test_layers_with_adapters_share_the_sum_of_their_input_gradients_under_tp(fake_cuda: Run) -> None:
+    """As layers without adapters: one for queries, keys and values, one for gate and up. Those of the step's seven
+    replicated factors are 3.5 per micro-batch."""
+    assert per_layer(fake_cuda, "LoRA", "tp")["collectives"]["all-reduces"] == 4 + 3.5
+
+
 def test_a_layer_with_sharded_experts_sends_what_is_planned(fake_cuda: Run) -> None:
     """The number of tokens of each expert, the tokens there and back, and the reverse in the backward. Experts and the
     rest of a layer are FSDP2 units of their own."""

@@ -10,9 +10,10 @@ from tests.gpu_ready.matrix import LEVERS, PAIRS, peak_tolerance, planned_memory
 
 
 def test_every_pair_of_the_matrix_is_recorded() -> None:
-    """The old code has one objective and one optimizer."""
+    """The old code has one objective and one optimizer, and experts that autocast did not reach."""
     assert set(table.recorded(table.COUNTS)) == set(PAIRS)
     had_before = {pair for pair in PAIRS if not {"objective", "optimizer"} & LEVERS[pair[0]].keys()}
+    had_before.discard(("experts, autocast", "single"))
     assert set(table.recorded(table.BEFORE)) == had_before
 
 
