@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from components.config.schema.run import CheckpointConfig
 from components.config.shape import stage_layers
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
+from components.distributed.pipeline_schedule import _check_outputs
 from components.protocol.errors import ConfigError
 from components.training.evaluation import generation_forward
 from scripts._memory.ranks import allocations, highest, local_bytes
@@ -349,3 +351,12 @@ def test_checkpoint_of_one_stage_is_judged_alike_on_all_stages(saved: dict[str, 
     assert first == second
     assert f"lacks tensors of this model: model.layers.{LAYERS - 1}.self_attn.q_proj.weight" in first[0]
     assert first[1] == "0 without state"
+
+
+def test_only_the_last_stage_may_return_another_dtype_than_it_was_built_with() -> None:
+    """Nemotron-H returns logits in float32. torch 2.11 calls this check with each micro-batch."""
+    sent = SimpleNamespace(stage_index=1, get_outputs_meta=lambda: (torch.empty(2, 4, 8, dtype=torch.bfloat16),))
+    _check_outputs(sent, True, (torch.empty(2, 4, 8),))
+    for last, shape in ((False, (2, 4, 8)), (True, (2, 4, 7))):
+        with pytest.raises(RuntimeError, match="stage 1 of the pipeline returned"):
+            _check_outputs(sent, last, (torch.empty(shape),))
