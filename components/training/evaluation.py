@@ -170,9 +170,10 @@ def show_generations(
     if not prompts and not turns:
         return
     longest = max(len(prompt.tokens) for prompt in (*prompts, *turns)) + cfg.max_new_tokens
+    rows = min(cfg.rows, -(-(len(prompts) + len(turns)) // run.mesh.size("dp_cp")))
     with (
         model.with_weights(model.evaluates_average),
-        generation_forward(model, run, cfg.rows, longest) as forward,
+        generation_forward(model, run, rows, longest) as forward,
         run.status("generating", cfg.max_new_tokens * -(-(len(prompts) + len(turns)) // forward.share[1])) as advance,
     ):
 

@@ -226,10 +226,11 @@ class Rollouts:
         indices = self._batches.indices(numbers.start, len(numbers)) if step else numbers
         rows = [prompts[index] for index in indices]
         repeated = [row.prompt for row in rows for _ in range(group)]
+        rows_at_once = min(cfg.rows, -(-len(repeated) // run.mesh.size("dp_cp")))  # of a rank
         reports = not self._stops
         self._stops = self._stops or models.stop_tokens(model.module, self._tokenizer)
         with (
-            generation_forward(model, run, cfg.rows, self._cfg.training.seq_len, reports=reports) as forward,
+            generation_forward(model, run, rows_at_once, self._cfg.training.seq_len, reports=reports) as forward,
             run.status("sampling", cfg.max_new_tokens * -(-len(repeated) // forward.share[1])) as advance,
         ):
 

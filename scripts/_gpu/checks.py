@@ -20,7 +20,7 @@ Run = Callable[[str, bool], Iterator[Line]]
 RunRanks = Callable[[str, int, bool], Iterator[Line]]
 """(device, ranks, small) -> lines."""
 SECONDS = {
-    "environment": 25, "kernels": 40, "gradients": 100, "recipe": 60, "full_1b": 70, "lora_8b": 45, "qlora_8b": 45,
+    "environment": 25, "kernels": 40, "gradients": 90, "recipe": 60, "full_1b": 70, "lora_8b": 45, "qlora_8b": 45,
     "bare_loop": 45,
 }  # fmt: skip
 """Check -> its expected duration on one GPU, in their order; after twice the time it is killed."""

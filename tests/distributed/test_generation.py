@@ -301,10 +301,11 @@ def test_weights_are_gathered_once_or_for_every_token_as_memory_allows(world: in
         prompts = [Prompt(text, models.encode_prompt(tokenizer, text)) for text in ("*7 1,", "the longer one")]
         run.model.generation_config.eos_token_id = None
         needed, lines, calls, answers = distributed.unsharded_bytes(run.model), [], [], []
-        for rows, free in ((32, 2 * needed - 1), (2**32, 2**40), (32, 2**40)):
+        for cache, free in ((0, 2 * needed - 1), (2**40, 2**40), (0, 2**40)):
             prepared, recorder = training.Prepared(run.model, run.settings, run.replica, run.config), Recorder(run)
             evaluation._free_memory = lambda device, free=free: free
-            cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS, rows=rows)
+            evaluation._cache_bytes = lambda model, tp, cache=cache: cache
+            cfg = GenerationConfig(samples=2, max_new_tokens=TOKENS)
             with record_traffic() as traffic:
                 training.show_generations(prepared, tokenizer, SimpleNamespace(prompts=prompts), cfg, recorder)
             gathers = sum(each.calls for (_, name), each in traffic.volumes.items() if name == "all_gather")
